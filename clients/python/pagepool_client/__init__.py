@@ -1,0 +1,1 @@
+"""Python clients of memd and inferd, and the pagepool command."""

@@ -1,0 +1,1 @@
+"""The stateless worker: runs transformers models on blocks that memd owns."""

@@ -1,0 +1,1 @@
+"""The memory a pool is cut from."""

@@ -1,0 +1,1 @@
+"""Generated stubs; see the .proto files beside them."""

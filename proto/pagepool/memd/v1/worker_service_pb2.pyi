@@ -1,0 +1,217 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from pagepool.memd.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RefusalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REFUSAL_REASON_UNSPECIFIED: _ClassVar[RefusalReason]
+    REFUSAL_REASON_POOL_EXHAUSTED: _ClassVar[RefusalReason]
+    REFUSAL_REASON_REQUEST_TOO_LARGE: _ClassVar[RefusalReason]
+REFUSAL_REASON_UNSPECIFIED: RefusalReason
+REFUSAL_REASON_POOL_EXHAUSTED: RefusalReason
+REFUSAL_REASON_REQUEST_TOO_LARGE: RefusalReason
+
+class AttachRequest(_message.Message):
+    __slots__ = ("hello", "heartbeat", "step", "detach")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    DETACH_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    heartbeat: Heartbeat
+    step: Step
+    detach: Detach
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("welcome", "heartbeat_ack", "step_result", "detach_ack", "capacity", "drain")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_ACK_FIELD_NUMBER: _ClassVar[int]
+    STEP_RESULT_FIELD_NUMBER: _ClassVar[int]
+    DETACH_ACK_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    heartbeat_ack: HeartbeatAck
+    step_result: StepResult
+    detach_ack: DetachAck
+    capacity: Capacity
+    drain: Drain
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., detach_ack: _Optional[_Union[DetachAck, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("worker_name", "lock_file", "geometry", "reclaim_epoch", "reclaim_lease_id")
+    WORKER_NAME_FIELD_NUMBER: _ClassVar[int]
+    LOCK_FILE_FIELD_NUMBER: _ClassVar[int]
+    GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    RECLAIM_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RECLAIM_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_name: str
+    lock_file: str
+    geometry: _types_pb2.Geometry
+    reclaim_epoch: int
+    reclaim_lease_id: int
+    def __init__(self, worker_name: _Optional[str] = ..., lock_file: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.Geometry, _Mapping]] = ..., reclaim_epoch: _Optional[int] = ..., reclaim_lease_id: _Optional[int] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("epoch", "lease_id", "reclaimed", "heartbeat_interval", "heartbeat_timeout", "block_size", "unit_bytes", "num_blocks", "slabs")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    RECLAIMED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    UNIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SLABS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    lease_id: int
+    reclaimed: bool
+    heartbeat_interval: _duration_pb2.Duration
+    heartbeat_timeout: _duration_pb2.Duration
+    block_size: int
+    unit_bytes: int
+    num_blocks: int
+    slabs: _containers.RepeatedCompositeFieldContainer[Slab]
+    def __init__(self, epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., reclaimed: _Optional[bool] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., heartbeat_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., block_size: _Optional[int] = ..., unit_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., slabs: _Optional[_Iterable[_Union[Slab, _Mapping]]] = ...) -> None: ...
+
+class Slab(_message.Message):
+    __slots__ = ("index", "size_bytes", "shared_memory")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    size_bytes: int
+    shared_memory: SharedMemoryHandle
+    def __init__(self, index: _Optional[int] = ..., size_bytes: _Optional[int] = ..., shared_memory: _Optional[_Union[SharedMemoryHandle, _Mapping]] = ...) -> None: ...
+
+class SharedMemoryHandle(_message.Message):
+    __slots__ = ("path",)
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class HeartbeatAck(_message.Message):
+    __slots__ = ("sequence",)
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    def __init__(self, sequence: _Optional[int] = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("step_id", "commits", "release_table_ids", "creates", "extends")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    COMMITS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_TABLE_IDS_FIELD_NUMBER: _ClassVar[int]
+    CREATES_FIELD_NUMBER: _ClassVar[int]
+    EXTENDS_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    commits: _containers.RepeatedCompositeFieldContainer[Commit]
+    release_table_ids: _containers.RepeatedScalarFieldContainer[int]
+    creates: _containers.RepeatedCompositeFieldContainer[TableRequest]
+    extends: _containers.RepeatedCompositeFieldContainer[ExtendRequest]
+    def __init__(self, step_id: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., release_table_ids: _Optional[_Iterable[int]] = ..., creates: _Optional[_Iterable[_Union[TableRequest, _Mapping]]] = ..., extends: _Optional[_Iterable[_Union[ExtendRequest, _Mapping]]] = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("table_id", "token_ids")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class TableRequest(_message.Message):
+    __slots__ = ("ref", "token_ids", "salt", "priority", "num_blocks", "no_match")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NO_MATCH_FIELD_NUMBER: _ClassVar[int]
+    ref: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    salt: bytes
+    priority: int
+    num_blocks: int
+    no_match: bool
+    def __init__(self, ref: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., no_match: _Optional[bool] = ...) -> None: ...
+
+class ExtendRequest(_message.Message):
+    __slots__ = ("ref", "table_id", "num_blocks")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ref: int
+    table_id: int
+    num_blocks: int
+    def __init__(self, ref: _Optional[int] = ..., table_id: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class StepResult(_message.Message):
+    __slots__ = ("step_id", "grants", "refusals")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    grants: _containers.RepeatedCompositeFieldContainer[Grant]
+    refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
+    def __init__(self, step_id: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("ref", "table_id", "cached_tokens", "block_ids", "entries")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    ref: int
+    table_id: int
+    cached_tokens: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    entries: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ref: _Optional[int] = ..., table_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., entries: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("ref", "reason", "available_blocks", "total_blocks")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    AVAILABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ref: int
+    reason: RefusalReason
+    available_blocks: int
+    total_blocks: int
+    def __init__(self, ref: _Optional[int] = ..., reason: _Optional[_Union[RefusalReason, str]] = ..., available_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ...) -> None: ...
+
+class Capacity(_message.Message):
+    __slots__ = ("available_blocks",)
+    AVAILABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    available_blocks: int
+    def __init__(self, available_blocks: _Optional[int] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("grace",)
+    GRACE_FIELD_NUMBER: _ClassVar[int]
+    grace: _duration_pb2.Duration
+    def __init__(self, grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class Detach(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DetachAck(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
