@@ -115,3 +115,22 @@ class KvPool(Protocol):
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is an event; False on time-out."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One forward over packed, padding-free sequences; T tokens of S sequences.
+
+    token_ids, positions, slots   [T]; a slot is pagekernels.layout.slot_mapping of the token's position
+    q_lens, kv_lens               [S]; query tokens of each sequence, and tokens to attend to, this step's included
+    tables                        [S] packed entries of each sequence's block table
+    logit_rows                    rows of T whose logits are wanted
+    """
+
+    token_ids: Sequence[int]
+    positions: Sequence[int]
+    slots: Sequence[int]
+    q_lens: Sequence[int]
+    kv_lens: Sequence[int]
+    tables: Sequence[Sequence[int]]
+    logit_rows: Sequence[int]

@@ -1,0 +1,127 @@
+"""What the front process and the engine process tell each other. Plain values; `inferd.channel` carries them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen; values are checked by the front. temperature 0 is greedy, top_k 0 is all."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    sample_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """A new request. `request` is the front's number for it, never reused."""
+
+    request: int
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    salt: bytes = b""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop a request: its blocks go back within one step. Answered by Finished(CANCELLED) unless it ended already."""
+
+    request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Finish what runs within `grace_s` seconds, detach from memd, exit."""
+
+    grace_s: float
+
+
+class Ending(StrEnum):
+    """Why a request ended in the engine."""
+
+    END_OF_SEQUENCE = "end_of_sequence"
+    STOP_TOKEN = "stop_token"
+    MAX_TOKENS = "max_tokens"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a request used; times in seconds."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """New tokens of several requests, one entry per request: [request, token ids]."""
+
+    items: list[tuple[int, list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request is complete; every token was delivered before. The token that ended it is not among them."""
+
+    request: int
+    ending: Ending
+    used: Used
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A request ended in an error; the fields are those of pagepool.errors.PagepoolError."""
+
+    request: int
+    reason: str
+    message: str
+    field: str = ""
+    retry_after_s: float | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What the engine has done since its start; times in seconds."""
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    forward_s: float = 0.0
+    step_s: float = 0.0
+    memd_unary_calls: int = 0
+    memd_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """How the engine is; sent at each change of phase, and at most once a second while it works.
+
+    phase is "loading", "attaching" (waits for memd), "warming_up", "serving" or "stopped"; detail is for people.
+    """
+
+    phase: str
+    detail: str = ""
+    pool_epoch: int = 0
+    block_size: int = 0
+    num_blocks: int = 0
+    waiting: int = 0
+    running: int = 0
+    counters: Counters = field(default_factory=Counters)
