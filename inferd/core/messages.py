@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -25,8 +26,8 @@ class Submit:
     request: int
     prompt: list[int]
     max_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
-    stop_token_ids: list[int] = field(default_factory=list)
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    stop_token_ids: list[int] = dataclasses.field(default_factory=list)
     ignore_eos: bool = False
     salt: bytes = b""
     priority: int = 0
@@ -93,7 +94,7 @@ class Failed:
     message: str
     field: str = ""
     retry_after_s: float | None = None
-    metadata: dict[str, str] = field(default_factory=dict)
+    metadata: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,4 +125,4 @@ class EngineState:
     num_blocks: int = 0
     waiting: int = 0
     running: int = 0
-    counters: Counters = field(default_factory=Counters)
+    counters: Counters = dataclasses.field(default_factory=Counters)

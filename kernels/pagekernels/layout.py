@@ -9,8 +9,8 @@ A block is one contiguous run of bytes, block-major:
 
     for each layer:  for each KV head:  K rows [B, D], then V rows [B, Dv]          (row-major, no padding)
 
-A unit is the size of an FP8 block: one byte per element, then one float32 scale per (layer, KV head, K|V), rounded up to
-UNIT_ALIGNMENT. A 16-bit block is two aligned units, an f32 block four; within a block of the native format the elements
+A unit is the size of an FP8 block: one byte per element, then one float32 scale per (layer, KV head, K|V), rounded up
+to UNIT_ALIGNMENT. A 16-bit block is two aligned units, an f32 block four; within a block of the native format the elements
 start at the block's first byte and scales are unused. Layers may differ, hence the table of offsets.
 """
 
@@ -67,7 +67,9 @@ class PagedLayout:
     def __post_init__(self) -> None:
         size = self.block_size
         if not MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE or size & (size - 1):
-            raise ValueError(f"block_size is {size}, but must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}")
+            raise ValueError(
+                f"block_size is {size}, but must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
+            )
         if not self.layers:
             raise ValueError("layers is empty, but a model that stores KV has at least one")
         for index, layer in enumerate(self.layers):
