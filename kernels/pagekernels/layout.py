@@ -10,7 +10,7 @@ A block is one contiguous run of bytes, block-major:
     for each layer:  for each KV head:  K rows [B, D], then V rows [B, Dv]          (row-major, no padding)
 
 A unit is the size of an FP8 block: one byte per element, then one float32 scale per (layer, KV head, K|V), rounded up
-to UNIT_ALIGNMENT. A 16-bit block is two aligned units, an f32 block four; within a block of the native format the elements
+to UNIT_ALIGNMENT. A 16-bit block is two aligned units, an f32 block four; in a block of the native format the elements
 start at the block's first byte and scales are unused. Layers may differ, hence the table of offsets.
 """
 
