@@ -1,0 +1,99 @@
+"""What a worker and memd tell each other, as plain values. Standard library only.
+
+`inferd.core.ports.KvPool` speaks in them, and `pagepool_client.session.PoolSession` carries them over the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Tokens of a table whose KV has been written."""
+
+    table_id: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TableRequest:
+    """A table to create: match `token_ids`, pin what is found, and add blocks up to `num_blocks` in all."""
+
+    ref: int
+    token_ids: Sequence[int]
+    num_blocks: int
+    salt: bytes = b""
+    priority: int = 0
+    no_match: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch of words to memd; commits apply first, then releases, then the requests one by one."""
+
+    commits: Sequence[Commit] = ()
+    releases: Sequence[int] = ()
+    creates: Sequence[TableRequest] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.commits or self.releases or self.creates)
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A table was created: its blocks, packed entries in token order, and how many tokens need no computing."""
+
+    ref: int
+    table_id: int
+    cached_tokens: int
+    block_ids: Sequence[int]
+    entries: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A request was refused; `never` says that the whole pool is too small for it."""
+
+    ref: int
+    never: bool
+    available_blocks: int
+    total_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Blocks have become available after a refusal."""
+
+    available_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """memd will stop: finish or abort, then detach."""
+
+    grace_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The lease is gone, and all its tables with it; `message` says why."""
+
+    message: str
+
+
+PoolEvent = Grant | Refusal | Capacity | Draining | Lost
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """What a worker learns when it attaches."""
+
+    epoch: int
+    lease_id: int
+    block_size: int
+    num_blocks: int
+    unit_bytes: int
+    slab_paths: Sequence[str] = field(default_factory=tuple)
+    slab_bytes: int = 0
