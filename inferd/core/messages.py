@@ -20,6 +20,44 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Setup:
+    """What an engine process needs to know; the front's first message to it. Values are those of inferd's flags.
+
+    model is a hub id, a local folder or a GGUF file. memd is a gRPC target. threads 0 is one per core.
+    """
+
+    model: str
+    memd: str
+    name: str = "inferd"
+    dtype: str = "auto"
+    threads: int = 0
+    max_batch_tokens: int = 512
+    max_num_seqs: int = 64
+    max_queue: int = 1024
+    warmup: bool = True
+    cache_dir: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What the front must know of the model; sent once by an engine, before it loads the weights.
+
+    folder holds the config as transformers reads it. tokenizer is a folder with the tokenizer.json,
+    tokenizer_config.json and, if the model has one, chat_template.jinja that transformers itself wrote, so that the
+    front needs neither transformers nor torch. digest is SHA-256 over config and weights.
+    """
+
+    folder: str
+    tokenizer: str
+    architecture: str
+    max_context_tokens: int
+    vocab_size: int
+    dtype: str
+    eos_token_ids: list[int]
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
     """A new request. `request` is the front's number for it, never reused."""
 
