@@ -1,0 +1,205 @@
+"""What goes into the pool and what comes out of it: plain values. Times are seconds; no value refers to live state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pagekernels.layout import Format
+
+
+class BlockState(IntEnum):
+    """What a block's memory is doing; the numbers equal pagepool.memd.v1.BlockState."""
+
+    HELD = 1
+    CACHED = 2
+    QUARANTINED = 3
+
+
+class LeaseState(IntEnum):
+    """Whether a lease is alive; the numbers equal pagepool.memd.v1.LeaseState."""
+
+    LIVE = 1
+    DETACHED = 2
+    LOST = 3
+
+
+class RefusalReason(IntEnum):
+    """Why a request was refused; the numbers equal pagepool.memd.v1.RefusalReason."""
+
+    POOL_EXHAUSTED = 1
+    REQUEST_TOO_LARGE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The worker's word that the KV of these tokens, which follow those already committed, has been written."""
+
+    table_id: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TableRequest:
+    """A table to create: match `token_ids` (never the last), pin what is found, add blocks up to `num_blocks` in all.
+
+    Token ids are 32-bit unsigned integers; `ref` is the asker's own number and comes back in the answer.
+    """
+
+    token_ids: Sequence[int]
+    num_blocks: int
+    salt: bytes = b""
+    priority: int = 0
+    no_match: bool = False
+    ref: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ExtendRequest:
+    """Blocks to add at the end of a table; at least 1."""
+
+    table_id: int
+    num_blocks: int
+    ref: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch of a worker: commits apply first, then releases, then each request is granted or refused alone."""
+
+    step_id: int
+    commits: Sequence[Commit] = ()
+    releases: Sequence[int] = ()
+    creates: Sequence[TableRequest] = ()
+    extends: Sequence[ExtendRequest] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Granted blocks in token order: ids, and their packed block-table words parallel to them."""
+
+    block_ids: Sequence[int]
+    entries: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A granted request. `blocks` are all blocks of a new table, or those added to an extended one."""
+
+    ref: int
+    table_id: int
+    cached_tokens: int
+    blocks: BlockRun
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A refused request; nothing was taken. `available_blocks` is the largest num_blocks that would have been granted."""
+
+    ref: int
+    reason: RefusalReason
+    available_blocks: int
+    total_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """The answer to a step: creates before extends, each kind in the order of the request."""
+
+    step_id: int
+    grants: Sequence[Grant] = ()
+    refusals: Sequence[Refusal] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One holder of references to a block; `table_id` is 0 if the lease holds the block directly."""
+
+    lease_id: int
+    table_id: int
+    ref_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockView:
+    """A block as it was when it was asked for. `digest` is empty unless it is sealed; `idle_s` counts from the last
+    grant, match, commit or release."""
+
+    block_id: int
+    state: BlockState
+    format: Format
+    entry: int
+    sealed: bool
+    exact: bool
+    num_tokens: int
+    digest: bytes
+    holders: Sequence[Holder]
+    ref_count: int
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TableView:
+    """A block table as it was when it was asked for; `token_ids` only from `Pool.table`, else empty."""
+
+    table_id: int
+    lease_id: int
+    holder: str
+    blocks: BlockRun
+    num_tokens: int
+    cached_tokens: int
+    token_ids: Sequence[int]
+    priority: int
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseView:
+    """A lease as it was when it was asked for; `deadline` is on the caller's clock. Workers only have a `lock_file`."""
+
+    lease_id: int
+    holder: str
+    state: LeaseState
+    ttl_s: float
+    deadline: float
+    lock_file: str
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it lives by an Attach stream."""
+        return bool(self.lock_file)
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The answer to attach. If `reclaimed`, the lease and its tables are those of before; a stream that still drives
+    it is to be closed by the caller."""
+
+    lease: LeaseView
+    reclaimed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Blocks by what they are doing; the classes add up to `total`, all 0 before the pool is cut."""
+
+    total: int
+    free: int
+    held: int
+    cached: int
+    quarantined: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the pool began."""
+
+    allocated_blocks: int = 0
+    freed_blocks: int = 0
+    evicted_blocks: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    refused_requests: int = 0
+    attach_steps: int = 0
+    lost_leases: int = 0
