@@ -1,0 +1,185 @@
+"""The wire between the front process and the engine process: a socket pair that the child inherits.
+
+A message is a frozen dataclass of `inferd.core.messages`. On the wire it is a 4-byte big-endian length and UTF-8 JSON;
+dataclasses and bytes carry their type's name under `$type`. No pickle: what arrives can only become a known message.
+
+The engine has `EngineChannel` (two threads, so that a token never waits for a slow front), the front `FrontChannel`
+(asyncio). An end that is gone shows at the other as the end of its messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
+
+from inferd.core import messages
+from inferd.core.messages import Ending, Finished, Tokens
+
+Message = Any
+"""One of the dataclasses of inferd.core.messages; `encode` refuses anything else."""
+
+_LENGTH = struct.Struct(">I")
+_TYPE = "$type"
+_MESSAGES: dict[str, type] = {
+    name: value for name, value in vars(messages).items() if isinstance(value, type) and dataclasses.is_dataclass(value)
+}
+_FIELDS = {name: [field.name for field in dataclasses.fields(value)] for name, value in _MESSAGES.items()}
+
+
+def _plain(value: object) -> dict[str, object]:
+    if isinstance(value, bytes):
+        return {_TYPE: "bytes", "hex": value.hex()}
+    name = type(value).__name__
+    if _MESSAGES.get(name) is not type(value):
+        raise TypeError(f"{name} is no message of inferd.core.messages")
+    return {_TYPE: name} | {field: getattr(value, field) for field in _FIELDS[name]}
+
+
+def _revive(plain: dict[str, Any]) -> object:
+    name = plain.pop(_TYPE, None)
+    if name is None:
+        return plain
+    if name == "bytes":
+        return bytes.fromhex(plain["hex"])
+    if name == Tokens.__name__:
+        return Tokens([(request, tokens) for request, tokens in plain["items"]])
+    if name == Finished.__name__:
+        plain["ending"] = Ending(plain["ending"])
+    return _MESSAGES[name](**plain)
+
+
+def encode(message: Message) -> bytes:
+    """The frame of a message, length included. TypeError if it is none."""
+    body = json.dumps(_plain(message), default=_plain, separators=(",", ":")).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> Message:
+    """The message of a frame without its length. ValueError, KeyError or TypeError if it holds none."""
+    return json.loads(body, object_hook=_revive)
+
+
+def coalesce(batch: Iterable[Message]) -> Iterator[Message]:
+    """The same messages in the same order, neighbouring `Tokens` made one with one entry per request."""
+    pending: dict[int, list[int]] = {}
+    for message in batch:
+        if isinstance(message, Tokens):
+            for request, tokens in message.items:
+                pending.setdefault(request, []).extend(tokens)
+            continue
+        if pending:
+            yield Tokens(list(pending.items()))
+            pending = {}
+        yield message
+    if pending:
+        yield Tokens(list(pending.items()))
+
+
+class EngineChannel:
+    """The engine's end.
+
+    `start` has every arriving message handed to `receive` on a thread of the channel, and None after the last one,
+    when the front is gone. `send` may be called from any thread and never waits: messages queue up while the front is
+    behind, and tokens of several steps then go as one message. After the front is gone they are dropped.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._outgoing: list[Message] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._writer = threading.Thread(target=self._write, name="channel-writer", daemon=True)
+
+    def start(self, receive: Callable[[Message | None], None]) -> None:
+        """Begin to read and write. Once."""
+        threading.Thread(target=self._read, args=(receive,), name="channel-reader", daemon=True).start()
+        self._writer.start()
+
+    def send(self, message: Message) -> None:
+        """Queue a message."""
+        with self._changed:
+            self._outgoing.append(message)
+            self._changed.notify()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what is queued, waiting at most `timeout_s` for a slow front, then close."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._writer.join(timeout_s)
+        # A thread blocked in recv keeps a closed socket's file alive; shutting it down ends the call.
+        _shut_down(self._socket)
+        self._socket.close()
+
+    def _read(self, receive: Callable[[Message | None], None]) -> None:
+        try:
+            with self._socket.makefile("rb") as stream:
+                while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
+                    body = stream.read(_LENGTH.unpack(head)[0])
+                    receive(decode(body))
+        except OSError:  # a front killed with unread messages resets the connection
+            pass
+        finally:
+            receive(None)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._outgoing or self._closing)
+                batch, self._outgoing = self._outgoing, []
+                if not batch:
+                    return
+            try:
+                self._socket.sendall(b"".join(map(encode, coalesce(batch))))
+            except OSError:  # the reader reports that the front is gone
+                return
+
+
+class FrontChannel:
+    """The front's end, for one asyncio loop: `async for message in channel` until the engine is gone."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, sock: socket.socket) -> Self:
+        """Take over one end of a socket pair."""
+        return cls(*await asyncio.open_connection(sock=sock))
+
+    def send(self, message: Message) -> None:
+        """Queue a message; never waits, since the engine always reads. ConnectionError if the engine is gone."""
+        if self._writer.is_closing() or self._reader.at_eof():
+            raise ConnectionResetError("the engine process is gone")
+        self._writer.write(encode(message))
+
+    async def close(self) -> None:
+        """Close; the engine takes it as the front's end."""
+        self._writer.close()
+        try:
+            await self._writer.wait_closed()
+        except ConnectionError:  # the engine was gone first
+            return
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Message:
+        try:
+            head = await self._reader.readexactly(_LENGTH.size)
+            return decode(await self._reader.readexactly(_LENGTH.unpack(head)[0]))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise StopAsyncIteration from None
+
+
+def _shut_down(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:  # the other end was faster
+        return

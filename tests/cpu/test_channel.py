@@ -1,0 +1,126 @@
+"""The wire between front and engine."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from inferd.channel import EngineChannel, FrontChannel, coalesce, decode, encode
+from inferd.core.messages import (
+    Cancel,
+    Counters,
+    Ending,
+    EngineState,
+    Failed,
+    Finished,
+    ModelCard,
+    Sampling,
+    Setup,
+    Shutdown,
+    Submit,
+    Tokens,
+    Used,
+)
+
+MESSAGES = [
+    Setup(model="m", memd="unix:/run/memd.sock", warmup=False),
+    ModelCard("f", "t", "Llama", 2048, 49152, "float32", [0, 2], bytes(range(32))),
+    Submit(7, [1, 2, 3], 5, Sampling(0.5, 0.9, 40, 0.1, 2**64 - 1, 3), [4], ignore_eos=True, salt=b"\x00\xff"),
+    Cancel(7),
+    Shutdown(1.5),
+    Tokens([(1, [2, 3]), (4, [5])]),
+    Finished(1, Ending.STOP_TOKEN, Used(3, 2, 1, 0.1, 0.2, 0.3), stop_token_id=9),
+    Failed(1, "POOL_LOST", "memd ist fort: ‰", retry_after_s=1.0, metadata={"a": "b"}),
+    EngineState("serving", "", 2**64 - 1, 16, 100, 1, 2, Counters(steps=3, forward_s=0.25)),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_arrives_as_it_was_sent(message: Any) -> None:
+    arrived = decode(encode(message)[4:])
+    assert arrived == message
+    assert type(arrived) is type(message)
+    if isinstance(message, Finished):
+        assert arrived.ending is Ending.STOP_TOKEN
+    if isinstance(message, Tokens):
+        assert isinstance(arrived.items[0], tuple)
+
+
+def test_what_is_no_message_is_refused() -> None:
+    with pytest.raises(TypeError, match="no message"):
+        encode(object())
+    with pytest.raises(KeyError):
+        decode(b'{"$type":"os.system"}')
+
+
+def test_tokens_coalesce_but_never_overtake_what_came_before_them() -> None:
+    done = Finished(1, Ending.MAX_TOKENS, Used(1, 0, 2, 0, 0, 0))
+    batch = [Tokens([(1, [10]), (2, [20])]), Tokens([(2, [21]), (1, [11])]), done, Tokens([(2, [22])])]
+    assert list(coalesce(batch)) == [Tokens([(1, [10, 11]), (2, [20, 21])]), done, Tokens([(2, [22])])]
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[tuple[FrontChannel, EngineChannel, queue.Queue[Any]]]:
+    ours, theirs = socket.socketpair()
+    inbox: queue.Queue[Any] = queue.Queue()
+    engine = EngineChannel(theirs)
+    front = await FrontChannel.open(ours)
+    yield front, engine, inbox
+    await front.close()
+    engine.close()
+
+
+async def test_messages_pass_both_ways(ends: tuple[FrontChannel, EngineChannel, queue.Queue[Any]]) -> None:
+    front, engine, inbox = ends
+    engine.start(inbox.put)
+    for message in MESSAGES:
+        front.send(message)
+        engine.send(message)
+    assert [await asyncio.to_thread(inbox.get, timeout=5) for _ in MESSAGES] == MESSAGES
+    assert [await anext(front) for _ in MESSAGES] == MESSAGES
+
+
+async def test_a_slow_front_gets_the_tokens_of_many_steps_in_few_messages(
+    ends: tuple[FrontChannel, EngineChannel, queue.Queue[Any]],
+) -> None:
+    front, engine, inbox = ends
+    steps = 20_000  # far more than the socket and the reader buffer hold
+    engine.start(inbox.put)
+    for step in range(steps):
+        engine.send(Tokens([(1, [step]), (2, [step])]))
+    received: dict[int, list[int]] = {1: [], 2: []}
+    count = 0
+    while len(received[2]) < steps:
+        count += 1
+        for request, tokens in (await anext(front)).items:
+            received[request] += tokens
+    assert received == {1: list(range(steps)), 2: list(range(steps))}
+    assert count < steps / 2
+
+
+async def test_the_engine_is_told_that_the_front_is_gone(
+    ends: tuple[FrontChannel, EngineChannel, queue.Queue[Any]],
+) -> None:
+    front, engine, inbox = ends
+    engine.start(inbox.put)
+    front.send(Cancel(1))
+    await front.close()
+    assert await asyncio.to_thread(inbox.get, timeout=5) == Cancel(1)
+    assert await asyncio.to_thread(inbox.get, timeout=5) is None
+
+
+async def test_the_front_sees_what_was_sent_before_the_engine_went_and_then_the_end(
+    ends: tuple[FrontChannel, EngineChannel, queue.Queue[Any]],
+) -> None:
+    front, engine, inbox = ends
+    engine.start(inbox.put)
+    engine.send(EngineState("stopped"))
+    await asyncio.to_thread(engine.close)
+    assert [message async for message in front] == [EngineState("stopped")]
+    with pytest.raises(ConnectionError):
+        front.send(Cancel(1))
