@@ -1,0 +1,53 @@
+"""A daemon's life as a process: signals, exit codes and the word to systemd."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from types import FrameType
+
+from pagepool.errors import PagepoolError
+
+EXIT_USAGE = 2
+"""Exit code of a daemon that could not start because of what it was told."""
+
+
+def quit_on_sigterm() -> None:
+    """Makes SIGTERM an orderly exit with code 0 from the first moment on, until `run` takes over.
+
+    Call it before the imports that take long.
+    """
+
+    def leave(_signal: int, _frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+def run(program: str, serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:
+    """Runs the daemon; SIGTERM and SIGINT set the event. The exit code: 0, or EXIT_USAGE after a PagepoolError."""
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        await serve(stop)
+
+    try:
+        asyncio.run(main())
+    except PagepoolError as error:
+        sys.stderr.write(f"{program}: {error.message}\n")
+        return EXIT_USAGE
+    return 0
+
+
+def sd_notify(state: str, address: str | None) -> None:
+    """Tells systemd, for example "READY=1"; `address` is $NOTIFY_SOCKET, and without it nothing happens."""
+    if not address:
+        return
+    target = "\0" + address[1:] if address.startswith("@") else address
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notify:
+        notify.sendto(state.encode(), target)
