@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,9 +40,6 @@ __all__ = [
 
 class KvPool(Protocol):
     """A worker's view of memd. Called from the engine's thread only; never blocks on memd but in `wait`."""
-
-    def on_event(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, on any thread, whenever `poll` has something new: the engine waits for more than memd."""
 
     @property
     def info(self) -> PoolInfo:

@@ -1,0 +1,231 @@
+"""Which sequences compute which tokens in the next step, and what memd is told and asked.
+
+Pure: events of the pool and requests of the front go in, a `Step` for memd and a `Plan` for the model come out.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+from itertools import islice
+
+from inferd.core.ports import Commit, Grant, PoolInfo, Refusal, Step, StepInput, TableRequest
+from inferd.core.sequence import Phase, Sequence
+from pagekernels.layout import slot_mapping
+from pagepool.errors import PagepoolError, Reason, invalid_field
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_batch_tokens per step, of at most max_num_seqs sequences; max_queue requests may wait beyond those that run.
+
+    PagepoolError (INVALID_FIELD, naming the flag) where no step could be built.
+    """
+
+    max_batch_tokens: int = 512
+    max_num_seqs: int = 64
+    max_queue: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise invalid_field("--max-num-seqs", self.max_num_seqs, "at least 1", "64 is the default")
+        if self.max_batch_tokens < self.max_num_seqs:
+            limit = f"at least --max-num-seqs ({self.max_num_seqs}), one token for each sequence that decodes"
+            raise invalid_field("--max-batch-tokens", self.max_batch_tokens, limit, "raise it, or lower --max-num-seqs")
+        if self.max_queue < 0:
+            raise invalid_field("--max-queue", self.max_queue, "0 or more", "0 refuses whatever cannot run at once")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One forward: how many tokens of each sequence it computes, whose last row is sampled, in logit_rows' order."""
+
+    input: StepInput
+    chunks: list[tuple[Sequence, int]]
+    sampled: list[Sequence]
+
+
+class Scheduler:
+    """Iteration-level continuous batching over tables that hold a whole request each.
+
+    Admission is strictly in order (priority, then first come, first served). Several tables may be asked for in one
+    step; if one is refused, those behind it that were granted are given back, and from then on only the head of the
+    queue asks, each time that blocks have come free. Every step decodes first and fills up with chunks of prefill.
+    Not thread-safe.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._block_size = self._total_blocks = 0
+        self._commits: list[Commit] = []
+        self._releases: list[int] = []
+        self._asked: dict[int, Sequence] = {}
+        self._refused: Sequence | None = None
+        self._may_ask = True
+        self.admitting = False
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+
+    def attach(self, info: PoolInfo) -> None:
+        """Work with this pool, of which nothing is held yet."""
+        self._block_size, self._total_blocks = info.block_size, info.num_blocks
+        self.admitting = self._may_ask = True
+
+    def lose(self) -> list[Sequence]:
+        """All tables are gone: the sequences that had begun, to be ended by the caller. The others wait again."""
+        lost = [sequence for sequence in self.running if sequence.started_at is not None]
+        for sequence in self._unstarted():
+            self._send_back(sequence)
+        for sequence in lost:
+            sequence.finish()
+        self.running, self._commits, self._releases, self._asked = [], [], [], {}
+        self._refused, self.admitting = None, False
+        return lost
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence. PagepoolError QUEUE_FULL, or REQUEST_TOO_LARGE if the pool can never hold it."""
+        blocks = sequence.blocks_needed(self._block_size) if self._block_size else 0
+        if blocks > self._total_blocks:
+            raise self.too_large(sequence, self._total_blocks)
+        limit = self._limits.max_queue + self._limits.max_num_seqs - len(self.running)
+        if len(self.waiting) >= limit:
+            message = f"{len(self.waiting)} requests wait, and --max-queue is {self._limits.max_queue}; retry later"
+            raise PagepoolError(
+                Reason.QUEUE_FULL, message, retry_after_s=1.0, waiting=len(self.waiting), limit=self._limits.max_queue
+            )
+        bisect.insort(self.waiting, sequence, key=_rank)
+        if self.waiting[0] is sequence:  # it may need less than the head that was refused
+            self._may_ask = True
+
+    def too_large(self, sequence: Sequence, total_blocks: int) -> PagepoolError:
+        """The error of a request that the whole pool cannot hold."""
+        size, blocks = self._block_size, sequence.blocks_needed(self._block_size)
+        prompt, most = len(sequence.submit.prompt), sequence.submit.max_tokens
+        message = (
+            f"{prompt} prompt tokens and max_tokens {most} need {blocks} blocks of {size} tokens, but the whole pool "
+            f"has {total_blocks}; shorten the prompt, lower max_tokens, or give memd a larger --pool-bytes"
+        )
+        values = {"prompt_tokens": prompt, "max_tokens": most, "num_blocks": blocks, "block_size": size}
+        return PagepoolError(Reason.REQUEST_TOO_LARGE, message, field="max_tokens", total_blocks=total_blocks, **values)
+
+    def finish(self, sequence: Sequence) -> None:
+        """A sequence is over, wherever it stands: its table goes back with the next step."""
+        if sequence.phase is Phase.WAITING:
+            self.waiting.remove(sequence)
+            if sequence is self._refused:
+                self._refused = None
+        else:
+            self.running.remove(sequence)
+            self._releases.append(sequence.table_id)
+        sequence.finish()
+
+    def granted(self, grant: Grant) -> None:
+        """A table was created by memd."""
+        sequence = self._asked.pop(grant.ref)
+        overtaking = self._refused is not None and sequence.rank > self._refused.rank
+        if sequence.phase is Phase.FINISHED or overtaking:
+            self._releases.append(grant.table_id)
+            return
+        self._refused = None
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.admit(grant)
+
+    def refused(self, refusal: Refusal) -> Sequence | None:
+        """A table was refused; the sequence if it can never be granted, which the caller ends."""
+        sequence = self._asked.pop(refusal.ref)
+        if sequence.phase is Phase.FINISHED:
+            return None
+        if refusal.never:
+            return sequence
+        if self._refused is None or sequence.rank < self._refused.rank:
+            self._refused = sequence
+        for other in self._unstarted():
+            if other.rank > sequence.rank:
+                self._send_back(other)
+        self._may_ask = False
+        return None
+
+    def freed(self) -> None:
+        """News from memd: blocks have come free."""
+        self._may_ask = True
+
+    def take_step(self) -> Step:
+        """Everything that memd has to be told and asked since the last call."""
+        self._may_ask |= bool(self._releases)
+        creates = [self._request(sequence) for sequence in self._asking()]
+        step = Step(self._commits, self._releases, creates)
+        self._commits, self._releases = [], []
+        return step
+
+    def plan(self, now: float) -> Plan | None:
+        """The next forward, or None if there is nothing to compute."""
+        decoding = [sequence for sequence in self.running if sequence.phase is Phase.DECODE]
+        prefilling = [sequence for sequence in self.running if sequence.phase is Phase.PREFILL]
+        budget, chunks = self._limits.max_batch_tokens, []
+        for sequence in decoding + prefilling:
+            count = min(sequence.num_pending, budget)
+            if count == 0:
+                break
+            sequence.start(now)
+            chunks.append((sequence, count))
+            budget -= count
+        return self._pack(chunks) if chunks else None
+
+    def computed(self, plan: Plan) -> None:
+        """The forward of a plan has returned: the KV of its tokens has been written, and memd shall know."""
+        for sequence, count in plan.chunks:
+            self._commits.append(Commit(sequence.table_id, sequence.advance(count)))
+
+    def _unstarted(self) -> list[Sequence]:
+        return [sequence for sequence in self.running if sequence.started_at is None]
+
+    def _send_back(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._releases.append(sequence.send_back())
+        bisect.insort(self.waiting, sequence, key=_rank)
+
+    def _asking(self) -> list[Sequence]:
+        room = self._limits.max_num_seqs - len(self.running) - len(self._asked)
+        if not self.admitting or room <= 0:
+            return []
+        if self._refused is not None:
+            return self.waiting[:1] if self._may_ask and not self._asked else []
+        return list(islice((waiting for waiting in self.waiting if waiting.request not in self._asked), room))
+
+    def _request(self, sequence: Sequence) -> TableRequest:
+        self._asked[sequence.request] = sequence
+        return TableRequest(
+            ref=sequence.request,
+            token_ids=sequence.tokens,
+            num_blocks=sequence.blocks_needed(self._block_size),
+            salt=sequence.submit.salt,
+            priority=sequence.submit.priority,
+        )
+
+    def _pack(self, chunks: list[tuple[Sequence, int]]) -> Plan:
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        for sequence, count in chunks:
+            first, last = sequence.num_computed, sequence.num_computed + count
+            tokens += sequence.tokens[first:last]
+            positions += range(first, last)
+            slots += slot_mapping(sequence.entries, first, last, self._block_size)
+            if last == len(sequence.tokens):
+                rows.append(len(tokens) - 1)
+        step = StepInput(
+            token_ids=tokens,
+            positions=positions,
+            slots=slots,
+            q_lens=[count for _, count in chunks],
+            kv_lens=[sequence.num_computed + count for sequence, count in chunks],
+            tables=[sequence.entries for sequence, _ in chunks],
+            logit_rows=rows,
+        )
+        return Plan(step, chunks, [sequence for sequence, count in chunks if count == sequence.num_pending])
+
+
+def _rank(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.rank

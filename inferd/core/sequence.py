@@ -1,0 +1,145 @@
+"""One request on its way through the engine: a state machine without clock, pool or model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from enum import Enum, auto
+
+from inferd.core.messages import Ending, Submit, Used
+from inferd.core.ports import Grant
+from pagepool.errors import PagepoolError, Reason, invalid_field
+
+
+class Phase(Enum):
+    """Where a sequence stands."""
+
+    WAITING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    FINISHED = auto()
+
+
+_NEXT: dict[Phase, frozenset[Phase]] = {
+    Phase.WAITING: frozenset({Phase.PREFILL, Phase.FINISHED}),
+    Phase.PREFILL: frozenset({Phase.WAITING, Phase.DECODE, Phase.FINISHED}),
+    Phase.DECODE: frozenset({Phase.FINISHED}),
+    Phase.FINISHED: frozenset(),
+}
+
+
+class Sequence:
+    """Tokens, block table and times of one request. Not thread-safe; the engine's thread owns it.
+
+    The tokens lie in three regions:
+
+        [0, num_computed)               KV is in the pool; of these [0, cached_tokens) were found there
+        [num_computed, len(tokens))     still to be computed: the rest of the prompt, or the last sampled token
+        [len(tokens), max_len)          not known yet
+
+    Times are seconds of the engine's clock; None until it has happened. PagepoolError if there is nothing to do.
+    """
+
+    def __init__(self, submit: Submit, arrived_at: float) -> None:
+        if not submit.prompt:
+            raise PagepoolError(Reason.PROMPT_EMPTY, "the prompt has no tokens; send some text", field="prompt")
+        if submit.max_tokens < 1:
+            raise invalid_field("max_tokens", submit.max_tokens, "at least 1", "leave it out for the default")
+        self.submit = submit
+        self.phase = Phase.WAITING
+        self.tokens = list(submit.prompt)
+        self.num_computed = 0
+        self.cached_tokens = 0
+        self.table_id = 0
+        self.entries: Seq[int] = ()
+        self.stop_token_ids = frozenset(submit.stop_token_ids)
+        self.arrived_at = arrived_at
+        self.started_at: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+
+    @property
+    def request(self) -> int:
+        """The front's number for the request."""
+        return self.submit.request
+
+    @property
+    def rank(self) -> tuple[int, float, int]:
+        """Its place in the queue, smallest first: by priority, then first come, first served."""
+        return -self.submit.priority, self.arrived_at, self.submit.request
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.submit.prompt)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are known but not computed."""
+        return len(self.tokens) - self.num_computed
+
+    def blocks_needed(self, block_size: int) -> int:
+        """Blocks that hold the whole request. The last token is never computed, so it needs no place."""
+        return -(-(len(self.submit.prompt) + self.submit.max_tokens - 1) // block_size)
+
+    def admit(self, grant: Grant) -> None:
+        """Its table has been created."""
+        self._enter(Phase.PREFILL)
+        self.table_id, self.entries = grant.table_id, grant.entries
+        self.cached_tokens = self.num_computed = grant.cached_tokens
+
+    def send_back(self) -> int:
+        """Wait again; the id of the table to release. Only before its first step."""
+        assert self.started_at is None
+        self._enter(Phase.WAITING)
+        table_id, self.table_id, self.entries = self.table_id, 0, ()
+        self.cached_tokens = self.num_computed = 0
+        return table_id
+
+    def start(self, now: float) -> None:
+        """Its first step begins."""
+        if self.started_at is None:
+            self.started_at = now
+
+    def advance(self, count: int) -> list[int]:
+        """The KV of `count` more tokens has been written; these tokens, for the commit."""
+        assert 0 < count <= self.num_pending
+        first = self.num_computed
+        self.num_computed += count
+        return self.tokens[first : self.num_computed]
+
+    def accept(self, token: int, now: float, eos_token_ids: frozenset[int]) -> Ending | None:
+        """A token was sampled. Says how the sequence ends by it, or None; a token that ends it is not taken in."""
+        assert self.num_pending == 0
+        if self.phase is Phase.PREFILL:
+            self._enter(Phase.DECODE)
+            self.first_token_at = now
+        self.last_token_at = now
+        if token in self.stop_token_ids:
+            return Ending.STOP_TOKEN
+        if token in eos_token_ids and not self.submit.ignore_eos:
+            return Ending.END_OF_SEQUENCE
+        self.tokens.append(token)
+        return Ending.MAX_TOKENS if self.num_generated == self.submit.max_tokens else None
+
+    def finish(self) -> None:
+        """It is over, however it ended."""
+        self._enter(Phase.FINISHED)
+
+    def used(self, now: float) -> Used:
+        """What it used; a phase that has not ended lasts until now."""
+        started = now if self.started_at is None else self.started_at
+        first = now if self.first_token_at is None else self.first_token_at
+        last = first if self.last_token_at is None else self.last_token_at
+        return Used(
+            prompt_tokens=len(self.submit.prompt),
+            cached_tokens=self.cached_tokens,
+            generated_tokens=self.num_generated,
+            queue_s=started - self.arrived_at,
+            prefill_s=first - started,
+            decode_s=last - first,
+        )
+
+    def _enter(self, phase: Phase) -> None:
+        if phase not in _NEXT[self.phase]:
+            raise RuntimeError(f"request {self.request} cannot go from {self.phase.name} to {phase.name}")
+        self.phase = phase
