@@ -1,0 +1,85 @@
+"""Between the pool's plain values and the messages of the Attach stream."""
+
+from __future__ import annotations
+
+from pagekernels.layout import LAYOUT_VERSION, PagedLayout
+from pagepool.memd.v1.types_pb2 import Format, Geometry, LayerGeometry
+from pagepool.memd.v1.worker_service_pb2 import (
+    REFUSAL_REASON_REQUEST_TOO_LARGE,
+    AttachRequest,
+    StepResult,
+    Welcome,
+)
+from pagepool.pool_values import Grant, PoolEvent, PoolInfo, Refusal, Step
+
+
+def geometry_message(layout: PagedLayout, model_digest: bytes, model_name: str) -> Geometry:
+    """What a worker declares in Attach. `model_digest` is SHA-256 over the model's config and weights, 32 bytes."""
+    layers = [
+        LayerGeometry(
+            num_kv_heads=layer.num_kv_heads,
+            head_dim_k=layer.head_dim_k,
+            head_dim_v=layer.head_dim_v,
+            window=layer.window,
+        )
+        for layer in layout.layers
+    ]
+    return Geometry(
+        layers=layers,
+        format=Format.Name(int(layout.format)),
+        layout_version=LAYOUT_VERSION,
+        model_digest=model_digest,
+        model_name=model_name,
+    )
+
+
+def step_message(step_id: int, step: Step) -> AttachRequest:
+    """A step as memd reads it. Raises ValueError if a number does not fit its field."""
+    message = AttachRequest()
+    words = message.step
+    words.step_id = step_id
+    words.release_table_ids.extend(step.releases)
+    # Added in place: a list of finished messages would be copied, which costs half as much again.
+    for commit in step.commits:
+        words.commits.add(table_id=commit.table_id, token_ids=commit.token_ids)
+    for request in step.creates:
+        words.creates.add(
+            ref=request.ref,
+            token_ids=request.token_ids,
+            salt=request.salt,
+            priority=request.priority,
+            num_blocks=request.num_blocks,
+            no_match=request.no_match,
+        )
+    return message
+
+
+def events_of(result: StepResult) -> list[PoolEvent]:
+    """The grants and refusals of an answered step."""
+    events: list[PoolEvent] = [
+        Grant(each.ref, each.table_id, each.cached_tokens, list(each.block_ids), list(each.entries))
+        for each in result.grants
+    ]
+    events += [
+        Refusal(
+            each.ref,
+            never=each.reason == REFUSAL_REASON_REQUEST_TOO_LARGE,
+            available_blocks=each.available_blocks,
+            total_blocks=each.total_blocks,
+        )
+        for each in result.refusals
+    ]
+    return events
+
+
+def pool_info(welcome: Welcome) -> PoolInfo:
+    """The pool that a Welcome describes."""
+    return PoolInfo(
+        epoch=welcome.epoch,
+        lease_id=welcome.lease_id,
+        block_size=welcome.block_size,
+        num_blocks=welcome.num_blocks,
+        unit_bytes=welcome.unit_bytes,
+        slab_paths=tuple(slab.shared_memory.path for slab in welcome.slabs),
+        slab_bytes=sum(slab.size_bytes for slab in welcome.slabs),
+    )
