@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
-from memd.core.geometry import Geometry
+from memd.core import check, views
+from memd.core.clients import ClientLeases
+from memd.core.geometry import Geometry, cut, require_equal
+from memd.core.state import PoolState
+from memd.core.stepping import Stepper
+from memd.core.store import BlockStore
 from memd.core.values import (
     Attached,
     BlockRun,
     BlockState,
     BlockView,
     Counters,
+    LeaseState,
     LeaseView,
     Step,
     StepOutcome,
@@ -18,68 +25,260 @@ from memd.core.values import (
     TableView,
     Usage,
 )
+from memd.core.workers import WorkerLeases
+from pagepool.errors import PagepoolError, Reason, invalid_field
+
+T = TypeVar("T")
 
 
 class Pool:
     """All blocks of one model geometry on one device, and who holds them.
 
-    Single writer; not thread-safe. Every command is all or nothing: it returns values or raises PagepoolError with the
-    reason that the protos list for it. `now` is seconds on one monotonic clock of the caller.
+    Single writer; not thread-safe. Every command is all or nothing: it returns values, or raises PagepoolError with a
+    reason that the protos list for it and changes nothing but counters and what time has ended. `now` is seconds on one
+    monotonic clock of the caller. Ids rise and are never used twice; leases and tables share one sequence of ids.
+    Allocation takes blocks never used first, then the one freed longest ago, then evicts the cached block released
+    longest ago. InvariantError means a bug here: stop the daemon.
     """
 
-    def __init__(self, epoch: int, block_size: int, slab_bytes: int, max_num_blocks: int | None = None) -> None: ...
+    def __init__(self, epoch: int, block_size: int, slab_bytes: int, max_num_blocks: int | None = None) -> None:
+        if max_num_blocks is not None and max_num_blocks < 1:
+            raise invalid_field("--max-num-blocks", max_num_blocks, "at least 1", "leave it out for the whole slab")
+        self.slab_bytes = slab_bytes
+        self.max_num_blocks = max_num_blocks
+        self._state = PoolState(epoch, block_size)
+        self._clients = ClientLeases(self._state)
+        self._workers = WorkerLeases(self._state)
+        self._stepper = Stepper(self._state, self._workers)
 
-    epoch: int
-    block_size: int
-    slab_bytes: int
-    geometry: Geometry | None
-    unit_bytes: int  # 0 until the pool is cut, like the next two
-    block_bytes: int
-    num_blocks: int
-    num_leases: int
-    num_tables: int
-    available_blocks: int  # free and cached
-    version: int  # rises with each change
-    counters: Counters
+    # -- what it is
 
-    # -- the memd life and its geometry
-    def require_epoch(self, epoch: int) -> None: ...
-    def declare(self, geometry: Geometry) -> None: ...
+    @property
+    def epoch(self) -> int:
+        """The random number of this memd life."""
+        return self._state.epoch
+
+    @property
+    def block_size(self) -> int:
+        """Token positions in a block."""
+        return self._state.block_size
+
+    @property
+    def geometry(self) -> Geometry | None:
+        """What the pool was cut for; None until it is."""
+        return self._state.geometry
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit; 0 until the pool is cut."""
+        return self._state.layout.unit_bytes if self._state.layout else 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the native format; 0 until the pool is cut."""
+        return self._state.layout.block_bytes if self._state.layout else 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the native format in the whole pool; 0 until it is cut."""
+        return self._state.store.num_blocks if self._state.store else 0
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that can be granted now: free and cached ones."""
+        return self._state.store.available if self._state.store else 0
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that are not lost."""
+        return self._state.num_leases
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables, those of lost leases included."""
+        return len(self._state.tables)
+
+    @property
+    def counters(self) -> Counters:
+        """What has happened; not to be changed by the caller."""
+        return self._state.counters
+
+    @property
+    def version(self) -> int:
+        """Rises with each change that a query could show, times and deadlines apart."""
+        return self._state.version
+
+    def require_epoch(self, epoch: int) -> None:
+        """EPOCH_MISMATCH unless an id with this epoch is of this memd life."""
+        if epoch != self.epoch:
+            raise PagepoolError(
+                Reason.EPOCH_MISMATCH,
+                f"epoch is {epoch}, but this memd life is {self.epoch}: every id of another life is void; "
+                "read GetPool and start anew",
+                field="epoch",
+                value=epoch,
+                epoch=self.epoch,
+            )
+
+    def declare(self, geometry: Geometry) -> None:
+        """Cut the pool for this geometry, or be content if it is cut for the same; GEOMETRY_MISMATCH else."""
+        state = self._state
+        if state.geometry is not None:
+            require_equal(state.geometry, geometry)
+            return
+        layout = geometry.layout(self.block_size)
+        num_blocks = cut(layout, self.slab_bytes, self.max_num_blocks)
+        state.store = BlockStore(layout, num_blocks, geometry.model_digest, state.counters)
+        state.layout, state.geometry = layout, geometry
+        state.version += 1
 
     # -- client leases
-    def create_lease(self, holder: str, ttl_s: float, now: float) -> LeaseView: ...
-    def renew_lease(self, lease_id: int, now: float) -> LeaseView: ...
-    def release_lease(self, lease_id: int, now: float) -> None: ...
-    def allocate_blocks(self, lease_id: int, num_blocks: int, now: float) -> BlockRun: ...
-    def free_blocks(self, lease_id: int, block_ids: Sequence[int], now: float) -> None: ...
-    def share_blocks(self, lease_id: int, block_ids: Sequence[int], now: float) -> None: ...
-    def create_table(self, lease_id: int, request: TableRequest, now: float) -> TableView: ...
-    def extend_table(self, lease_id: int, table_id: int, num_blocks: int, now: float) -> BlockRun: ...
-    def release_table(self, lease_id: int, table_id: int, now: float) -> None: ...
+
+    def create_lease(self, holder: str, ttl_s: float, now: float) -> LeaseView:
+        """A lease; between 1 second and 1 hour of the time-to-live asked for are granted."""
+        return self._changed(self._clients.create(holder, ttl_s, now).view())
+
+    def renew_lease(self, lease_id: int, now: float) -> LeaseView:
+        """Extend a lease by its time-to-live from now."""
+        lease = self._clients.find(lease_id, now)
+        lease.renew(now)
+        return lease.view()
+
+    def release_lease(self, lease_id: int, now: float) -> None:
+        """End a lease and release what it holds; no error if it has ended already."""
+        self._clients.release(lease_id, now)
+        self._state.version += 1
+
+    def allocate_blocks(self, lease_id: int, num_blocks: int, now: float) -> BlockRun:
+        """New unsealed blocks, each with one reference of the lease."""
+        return self._changed(self._clients.allocate(lease_id, num_blocks, now))
+
+    def free_blocks(self, lease_id: int, block_ids: Sequence[int], now: float) -> None:
+        """Drop one direct reference of the lease for each listed id."""
+        self._clients.free(lease_id, block_ids, now)
+        self._state.version += 1
+
+    def share_blocks(self, lease_id: int, block_ids: Sequence[int], now: float) -> None:
+        """Add one direct reference of the lease for each listed id."""
+        self._clients.share(lease_id, block_ids, now)
+        self._state.version += 1
+
+    def create_table(self, lease_id: int, request: TableRequest, now: float) -> TableView:
+        """Match the longest sealed prefix, pin it, add blocks up to num_blocks, create the table."""
+        table = self._clients.create_table(lease_id, request, now)
+        return self._changed(views.table_view(self._state, table, now))
+
+    def extend_table(self, lease_id: int, table_id: int, num_blocks: int, now: float) -> BlockRun:
+        """New blocks at the end of a table of the lease."""
+        return self._changed(self._clients.extend_table(lease_id, table_id, num_blocks, now))
+
+    def release_table(self, lease_id: int, table_id: int, now: float) -> None:
+        """End a table: its sealed blocks stay cached unless somebody else holds them, the rest is free."""
+        self._clients.release_table(lease_id, table_id, now)
+        self._state.version += 1
 
     # -- worker leases
+
     def attach(
         self, worker_name: str, lock_file: str, timeout_s: float, now: float, reclaim: tuple[int, int] | None = None
-    ) -> Attached: ...
-    def heartbeat(self, lease_id: int, now: float) -> None: ...  # LEASE_LOST when too late
-    def step(self, lease_id: int, step: Step, now: float) -> StepOutcome: ...
-    def stream_broken(self, lease_id: int, now: float) -> None: ...  # DETACHED until its deadline
-    def detach(self, lease_id: int, now: float) -> None: ...  # in order: releases everything
-    def fail_lease(self, lease_id: int, now: float) -> None: ...  # LOST, after a protocol violation
-    def process_gone(self, lease_id: int, now: float) -> None: ...  # the lock file is free: releases everything
-    def waiting_for_process(self) -> list[tuple[int, str]]: ...  # (lease_id, lock_file) to probe
-    def take_capacity_news(self) -> list[tuple[int, int]]: ...  # (worker lease_id, available_blocks) to be told
+    ) -> Attached:
+        """A worker's lease: the one of `reclaim` (epoch, lease id) if that can be, else a new one.
+
+        A lease can be reclaimed until its deadline, by the process with the same lock file. Its step ids continue.
+        """
+        lease = self._workers.reclaim(*reclaim, lock_file, now) if reclaim else None
+        reclaimed = lease is not None
+        if lease is None:
+            lease = self._workers.attach(worker_name, lock_file, timeout_s, now)
+        lease.ttl_s = timeout_s
+        lease.renew(now)
+        return self._changed(Attached(lease.view(), reclaimed))
+
+    def heartbeat(self, lease_id: int, now: float) -> None:
+        """Renew a worker's lease; LEASE_LOST if it is too late."""
+        self._workers.find(lease_id, now).renew(now)
+
+    def step(self, lease_id: int, step: Step, now: float) -> StepOutcome:
+        """Apply a batch and renew the lease. After a PROTOCOL_VIOLATION call `fail_lease`; nothing was applied."""
+        lease = self._workers.find(lease_id, now)
+        lease.renew(now)
+        return self._changed(self._stepper.apply(lease, step, now))
+
+    def stream_broken(self, lease_id: int) -> None:
+        """The worker's stream ended without Detach: DETACHED until its deadline, then LOST. Ignored if it has ended."""
+        self._workers.stream_broken(lease_id)
+        self._state.version += 1
+
+    def detach(self, lease_id: int, now: float) -> None:
+        """The worker has closed its mapping: release all that its lease holds."""
+        self._workers.end(self._workers.find(lease_id, now), now)
+        self._state.version += 1
+
+    def fail_lease(self, lease_id: int) -> None:
+        """Make a worker's lease LOST because it broke the protocol. Ignored if it has ended."""
+        self._workers.fail(lease_id)
+
+    def process_gone(self, lease_id: int, now: float) -> None:
+        """The lock of a DETACHED or LOST lease was found free: release all that it holds. Ignored if it is LIVE."""
+        self._workers.process_gone(lease_id, now)
+        self._state.version += 1
+
+    def waiting_for_process(self) -> list[tuple[int, str]]:
+        """(lease id, lock file) of the workers whose process may be gone: probe these."""
+        return self._workers.waiting()
+
+    def take_capacity_news(self) -> list[tuple[int, int]]:
+        """(lease id, available blocks) of the live workers to be told that asking again makes sense; each once."""
+        return self._workers.take_news()
 
     # -- time
-    def tick(self, now: float) -> list[LeaseView]: ...  # leases that were late: workers' became LOST, clients' ended
-    def next_deadline(self) -> float | None: ...  # when tick has something to do
 
-    # -- queries: never change anything; ids that are not there raise *_NOT_FOUND
-    def usage(self) -> Usage: ...
-    def lease(self, lease_id: int) -> LeaseView: ...
-    def block(self, block_id: int, now: float) -> BlockView: ...
-    def blocks_after(self, block_id: int, limit: int, state: BlockState | None, now: float) -> list[BlockView]: ...
-    def table(self, table_id: int, now: float) -> TableView: ...
-    def tables_after(self, table_id: int, limit: int, now: float) -> list[TableView]: ...
+    def tick(self, now: float) -> list[LeaseView]:
+        """End what is late and say whose: workers' leases are LOST now, clients' have ended and freed what they held."""
+        late = [lease for lease in self._state.leases.values() if lease.is_late(now)]
+        for lease in late:
+            if lease.is_worker:
+                self._workers.lose(lease)
+            else:
+                self._clients.expire(lease, now)
+        return [lease.view() for lease in late]
 
-    def check(self) -> None: ...  # verifies the whole invariant; raises InvariantError
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do, if nobody renews before; None if no lease can be late."""
+        return min(
+            (one.deadline for one in self._state.leases.values() if one.state is not LeaseState.LOST), default=None
+        )
+
+    # -- queries: never change anything
+
+    def usage(self) -> Usage:
+        """Blocks by what they are doing."""
+        return views.usage(self._state)
+
+    def lease(self, lease_id: int) -> LeaseView:
+        """A lease, a worker's too; LEASE_NOT_FOUND if it has ended."""
+        return views.lease(self._state, lease_id)
+
+    def block(self, block_id: int, now: float) -> BlockView:
+        """A block; BLOCK_NOT_FOUND if it was freed or evicted."""
+        return views.block(self._state, block_id, now)
+
+    def blocks_after(self, block_id: int, limit: int, state: BlockState | None, now: float) -> list[BlockView]:
+        """Up to `limit` blocks with greater ids, by rising id; only those in `state`, if it is given."""
+        return views.blocks_after(self._state, block_id, limit, state, now)
+
+    def table(self, table_id: int, now: float) -> TableView:
+        """A table with its token ids; TABLE_NOT_FOUND if it was released."""
+        return views.table(self._state, table_id, now)
+
+    def tables_after(self, table_id: int, limit: int, now: float) -> list[TableView]:
+        """Up to `limit` tables with greater ids, by rising id, without token ids."""
+        return views.tables_after(self._state, table_id, limit, now)
+
+    def check(self) -> None:
+        """Verify the whole invariant (see memd.core.check); raises InvariantError. Takes time in proportion to the pool."""
+        check.check(self._state)
+
+    def _changed(self, result: T) -> T:
+        self._state.version += 1
+        return result

@@ -124,7 +124,8 @@ class Holder:
 @dataclass(frozen=True, slots=True)
 class BlockView:
     """A block as it was when it was asked for. `digest` is empty unless it is sealed; `idle_s` counts from the last
-    grant, match, commit or release."""
+    grant, match, commit or release.
+    """
 
     block_id: int
     state: BlockState
@@ -174,7 +175,8 @@ class LeaseView:
 @dataclass(frozen=True, slots=True)
 class Attached:
     """The answer to attach. If `reclaimed`, the lease and its tables are those of before; a stream that still drives
-    it is to be closed by the caller."""
+    it is to be closed by the caller.
+    """
 
     lease: LeaseView
     reclaimed: bool

@@ -1,0 +1,106 @@
+"""The blocks of a pool, as columns by frame: no object per block, for there may be a million of them."""
+
+from __future__ import annotations
+
+from array import array
+
+from memd.core.errors import InvariantError
+
+TOKEN_BYTES = 4
+"""Token ids are kept and hashed as little-endian unsigned 32-bit integers."""
+
+Holders = tuple[int, ...]
+"""Who refers to a block: ids of tables and of leases, one entry per reference. Both kinds draw from one counter."""
+
+
+class Blocks:
+    """What is known of the block in each frame.
+
+    ids         block id, 0 if the frame has no block
+    holders     one entry per reference; empty if nobody refers to it
+    touched     when it was last granted, matched, written or released
+    num_tokens  committed tokens in it
+    prefixes    0 until it is sealed; then the identity of all tokens up to its end: the id of the first block that was
+                sealed with them. Digests stand for prefixes but could collide; these cannot.
+    parents     of a sealed block: the prefix identity of the block before it, 0 for the first of a table
+    digests     of a sealed block: its content digest, chained over its prefix
+    salts       of a sealed first block with a salt: the salt
+    """
+
+    __slots__ = (
+        "block_size",
+        "digests",
+        "frame_of",
+        "holders",
+        "ids",
+        "next_id",
+        "num_tokens",
+        "parents",
+        "prefixes",
+        "salts",
+        "tokens",
+        "touched",
+    )
+
+    def __init__(self, num_frames: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.next_id = 1
+        self.frame_of: dict[int, int] = {}  # in order of rising id
+        self.ids = array("Q", [0]) * num_frames
+        self.holders: list[Holders] = [()] * num_frames
+        self.touched = array("d", [0.0]) * num_frames
+        self.num_tokens = array("B", [0]) * num_frames
+        self.tokens = bytearray(num_frames * block_size * TOKEN_BYTES)
+        self.prefixes = array("Q", [0]) * num_frames
+        self.parents = array("Q", [0]) * num_frames
+        self.digests = [b""] * num_frames
+        self.salts: dict[int, bytes] = {}
+
+    def occupy(self, frame: int, holders: Holders, now: float) -> None:
+        """Begin a new, empty block in a frame."""
+        if self.ids[frame]:
+            raise InvariantError(f"frame {frame} is granted while block {self.ids[frame]} is in it")
+        self.ids[frame] = self.next_id
+        self.frame_of[self.next_id] = frame
+        self.next_id += 1
+        self.holders[frame] = holders
+        self.touched[frame] = now
+
+    def vacate(self, frame: int) -> None:
+        """End the block in a frame; nobody may refer to it."""
+        if self.holders[frame]:
+            raise InvariantError(f"block {self.ids[frame]} is dropped while {self.holders[frame]} refer to it")
+        del self.frame_of[self.ids[frame]]
+        self.ids[frame] = 0
+        self.num_tokens[frame] = 0
+        self.prefixes[frame] = self.parents[frame] = 0
+        self.digests[frame] = b""
+        self.salts.pop(frame, None)
+
+    def drop_reference(self, frame: int, holder: int) -> bool:
+        """Drop one reference of a holder; whether it was the last of all."""
+        holders = self.holders[frame]
+        if len(holders) == 1 and holders[0] == holder:
+            self.holders[frame] = ()
+            return True
+        if holder not in holders:
+            raise InvariantError(f"{holder} drops a reference to block {self.ids[frame]}, which {holders} refer to")
+        at = holders.index(holder)
+        self.holders[frame] = holders[:at] + holders[at + 1 :]
+        return False
+
+    def write(self, frame: int, packed: bytes) -> bool:
+        """Append packed token ids to an unsealed block; whether it is full now."""
+        filled = self.num_tokens[frame]
+        start = (frame * self.block_size + filled) * TOKEN_BYTES
+        filled += len(packed) // TOKEN_BYTES
+        if filled > self.block_size or self.prefixes[frame]:
+            raise InvariantError(f"block {self.ids[frame]} is written beyond its end")
+        self.tokens[start : start + len(packed)] = packed
+        self.num_tokens[frame] = filled
+        return filled == self.block_size
+
+    def packed_tokens(self, frame: int) -> bytes:
+        """The committed token ids of a block, packed."""
+        start = frame * self.block_size * TOKEN_BYTES
+        return bytes(self.tokens[start : start + self.num_tokens[frame] * TOKEN_BYTES])

@@ -1,0 +1,155 @@
+"""The invariant of a pool, stated in full and verified from first principles.
+
+1. Every frame is free, or holds exactly one block; block ids were never used twice.
+2. References: a block's holders are exactly the tables and leases that have it, as often as they have it.
+3. A block without holders is sealed, indexed and cached; the cached queue holds these blocks alone, in the order
+of their release.
+4. A table's blocks are distinct; they are sealed exactly as far as its tokens fill them, and chained to each other;
+what may still be written belongs to one lease.
+5. The index finds every block that it has under that block's digest, and digests are those of the tokens.
+6. Tables and leases know each other; clients' leases are never detached or lost.
+7. Free, held, cached and quarantined blocks add up to the pool, and the counters to the blocks there are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from memd.core import views
+from memd.core.errors import InvariantError
+from memd.core.prefix import chained_digest, root_digest
+from memd.core.state import PoolState
+from memd.core.store import BlockStore
+from memd.core.table import Table
+from memd.core.values import BlockState, LeaseState
+
+
+def check(state: PoolState) -> None:
+    """Raise InvariantError, saying which part is broken, where and how. Changes nothing."""
+    _check_leases(state)
+    if state.store is None:
+        _require(not state.tables, "there are tables, but no pool")
+        return
+    _check_frames(state.store)
+    _check_references(state, state.store)
+    _check_cached(state.store)
+    for table in state.tables.values():
+        _check_table(state, state.store, table)
+    _check_index(state.store)
+    _check_sums(state, state.store)
+
+
+def _require(condition: bool, complaint: str) -> None:  # noqa: FBT001
+    if not condition:
+        raise InvariantError(complaint)
+
+
+def _check_frames(store: BlockStore) -> None:
+    blocks = store.blocks
+    free = list(store.allocator.free_frames())
+    _require(len(free) == store.allocator.num_free, f"{len(free)} frames are free, counted {store.allocator.num_free}")
+    _require(len(set(free)) == len(free), "a frame is free twice")
+    occupied = {frame for frame, block_id in enumerate(blocks.ids) if block_id}
+    both, neither = occupied & set(free), set(range(store.num_blocks)) - occupied - set(free)
+    _require(not both, f"frames {sorted(both)} are free, but blocks are in them")
+    _require(not neither, f"frames {sorted(neither)} are neither free nor in use")
+    _require(
+        blocks.frame_of == {blocks.ids[frame]: frame for frame in occupied}, "ids and frames of blocks do not agree"
+    )
+    _require(list(blocks.frame_of) == sorted(blocks.frame_of), "block ids do not rise")
+    _require(max(blocks.frame_of, default=0) < blocks.next_id, f"block id {blocks.next_id} would be used twice")
+    for frame in free:
+        clean = not (
+            blocks.holders[frame] or blocks.prefixes[frame] or blocks.digests[frame] or blocks.num_tokens[frame]
+        )
+        _require(clean, f"frame {frame} is free, but something of a block is left in it")
+
+
+def _check_references(state: PoolState, store: BlockStore) -> None:
+    actual: dict[int, Counter[int]] = {frame: Counter() for frame in range(store.num_blocks)}
+    for table in state.tables.values():
+        for frame in table.frames:
+            actual[frame][table.table_id] += 1
+    for lease in state.leases.values():
+        for frame, count in lease.references.items():
+            _require(count > 0, f"lease {lease.lease_id} has {count} references to frame {frame}")
+            actual[frame][lease.lease_id] += count
+    for frame, holders in actual.items():
+        known = Counter(store.blocks.holders[frame])
+        name = f"block {store.blocks.ids[frame]} in frame {frame}"
+        _require(known == holders, f"{name} counts {dict(known)} as its holders, but {dict(holders)} have it")
+
+
+def _check_cached(store: BlockStore) -> None:
+    blocks, cached = store.blocks, list(store.cached)
+    idle = {frame for frame in blocks.frame_of.values() if not blocks.holders[frame]}
+    _require(len(cached) == len(store.cached), f"{len(cached)} blocks are cached, counted {len(store.cached)}")
+    _require(len(set(cached)) == len(cached), "a frame is cached twice")
+    _require(set(cached) == idle, f"frames {sorted(cached)} are cached, but {sorted(idle)} have no holder")
+    times = [blocks.touched[frame] for frame in cached]
+    _require(times == sorted(times), "the cached queue is not in the order of release")
+    for frame in cached:
+        _require(blocks.prefixes[frame] != 0, f"block {blocks.ids[frame]} is cached, but not sealed")
+        found = store.index.frames.get(blocks.digests[frame])
+        _require(found == frame, f"block {blocks.ids[frame]} is cached, but cannot be matched")
+
+
+def _check_table(state: PoolState, store: BlockStore, table: Table) -> None:
+    blocks, name, size = store.blocks, f"table {table.table_id}", state.block_size
+    _require(len(set(table.frames)) == len(table.frames), f"{name} has a block twice")
+    fits = 0 <= table.cached_tokens <= table.num_tokens <= len(table.frames) * size
+    _require(fits and table.cached_tokens % size == 0, f"{name} has more tokens than its blocks hold")
+    before, digest = 0, root_digest(store.index.model_digest, table.salt)
+    for index, frame in enumerate(table.frames):
+        block = f"block {blocks.ids[frame]} of {name}"
+        tokens = min(max(table.num_tokens - index * size, 0), size)
+        _require(blocks.num_tokens[frame] == tokens, f"{block} has {blocks.num_tokens[frame]} tokens, not {tokens}")
+        _require((blocks.prefixes[frame] != 0) == (tokens == size), f"{block} with {tokens} tokens is wrongly sealed")
+        if tokens < size:
+            owners = {views.lease_and_table(state, holder)[0] for holder in blocks.holders[frame]}
+            _require(owners == {table.lease_id}, f"{block} may still be written, but leases {sorted(owners)} hold it")
+            continue
+        digest = chained_digest(digest, blocks.packed_tokens(frame))
+        _require(blocks.digests[frame] == digest, f"{block} has the digest of other tokens")
+        _require(blocks.parents[frame] == before, f"{block} does not follow the block before it")
+        before = blocks.prefixes[frame]
+
+
+def _check_index(store: BlockStore) -> None:
+    blocks = store.blocks
+    for digest, frame in store.index.frames.items():
+        there = blocks.prefixes[frame] != 0 and blocks.digests[frame] == digest
+        _require(there, f"the index has a digest for frame {frame}, where no such block is")
+    for frame in blocks.frame_of.values():
+        sealed, name = blocks.prefixes[frame] != 0, f"block {blocks.ids[frame]}"
+        _require(sealed == bool(blocks.digests[frame]), f"{name} has a digest without being sealed, or none")
+        _require(not sealed or blocks.num_tokens[frame] == blocks.block_size, f"{name} is sealed, but not full")
+        _require(not sealed or blocks.digests[frame] in store.index.frames, f"{name} is sealed, but its digest unknown")
+    for frame in blocks.salts:
+        first = blocks.prefixes[frame] != 0 and blocks.parents[frame] == 0
+        _require(first, f"a salt is kept for frame {frame}, which holds no first block")
+
+
+def _check_leases(state: PoolState) -> None:
+    for lease in state.leases.values():
+        name = f"lease {lease.lease_id}"
+        _require(lease.is_worker or lease.state is LeaseState.LIVE, f"{name} is a client's, but {lease.state.name}")
+        _require(not (lease.is_worker and lease.references), f"{name} is a worker's, but holds blocks directly")
+    owned = {table_id: table for lease in state.leases.values() for table_id, table in lease.tables.items()}
+    _require(owned == state.tables, "the leases' tables are not the pool's tables")
+    for table in state.tables.values():
+        owner = state.leases.get(table.lease_id)
+        _require(owner is not None and table.table_id in owner.tables, f"table {table.table_id} has another owner")
+    _require(max([*state.leases, *state.tables], default=0) <= state.last_id, "an id would be used twice")
+
+
+def _check_sums(state: PoolState, store: BlockStore) -> None:
+    usage, blocks = views.usage(state), store.blocks
+    states = Counter(views.block_state(state, store, frame) for frame in blocks.frame_of.values())
+    seen = (states[BlockState.HELD], states[BlockState.CACHED], states[BlockState.QUARANTINED])
+    _require((usage.held, usage.cached, usage.quarantined) == seen, f"{usage} does not agree with the blocks: {seen}")
+    total = usage.free + usage.held + usage.cached + usage.quarantined
+    _require(total == usage.total, f"{usage} does not add up")
+    counters = state.counters
+    there = counters.allocated_blocks - counters.freed_blocks - counters.evicted_blocks
+    _require(there == len(blocks.frame_of), f"{counters} does not agree with {len(blocks.frame_of)} blocks")

@@ -1,0 +1,163 @@
+"""What clients do under leases of their own, one unary command each."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Sequence
+
+from memd.core import errors
+from memd.core.lease import MAX_NAME_BYTES, MAX_TTL_S, MIN_TTL_S, Lease
+from memd.core.state import MAX_SALT_BYTES, PoolState, pack_tokens
+from memd.core.store import BlockStore
+from memd.core.table import Table
+from memd.core.values import BlockRun, TableRequest
+from pagepool.errors import invalid_field
+
+
+def require_name(field: str, name: str) -> None:
+    """INVALID_FIELD if a name is too long."""
+    size = len(name.encode())
+    if size > MAX_NAME_BYTES:
+        raise invalid_field(field, f"{size} bytes long", f"up to {MAX_NAME_BYTES} bytes", "shorten it")
+
+
+class ClientLeases:
+    """Leases with a time-to-live, and the commands that need one."""
+
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
+
+    def create(self, holder: str, ttl_s: float, now: float) -> Lease:
+        """A new lease; the granted time-to-live is the one asked for, brought between 1 second and 1 hour."""
+        require_name("holder", holder)
+        if not ttl_s > 0:
+            raise invalid_field("ttl", f"{ttl_s} s", "positive", f"{MIN_TTL_S:g} s to {MAX_TTL_S:g} s are granted")
+        granted = min(max(ttl_s, MIN_TTL_S), MAX_TTL_S)
+        lease = Lease(self._state.new_id(), holder, granted, now + granted)
+        self._state.leases[lease.lease_id] = lease
+        return lease
+
+    def find(self, lease_id: int, now: float) -> Lease:
+        """A client's lease; one that is late ends here, even if no tick has come yet."""
+        lease = self._state.leases.get(lease_id)
+        if lease is None:
+            raise errors.lease_not_found(lease_id)
+        if lease.is_worker:
+            raise errors.lease_is_workers(lease_id)
+        if lease.is_late(now):
+            self.expire(lease, now)
+            raise errors.lease_not_found(lease_id)
+        return lease
+
+    def expire(self, lease: Lease, now: float) -> None:
+        """End a late lease: a client maps nothing, so all that it held is free at once."""
+        self._state.end_lease(lease, now)
+        self._state.counters.lost_leases += 1
+        self._state.version += 1
+
+    def release(self, lease_id: int, now: float) -> None:
+        """End a lease; no error if it has ended already."""
+        lease = self._state.leases.get(lease_id)
+        if lease is None:
+            return
+        if lease.is_worker:
+            raise errors.lease_is_workers(lease_id)
+        self._state.end_lease(lease, now)
+
+    def allocate(self, lease_id: int, num_blocks: int, now: float) -> BlockRun:
+        """New blocks, each with one reference of the lease."""
+        lease = self.find(lease_id, now)
+        store = self._state.cut_store()
+        if num_blocks < 1:
+            raise invalid_field("num_blocks", num_blocks, "at least 1", "ask for some")
+        self._require(store, num_blocks, num_blocks, store.available)
+        frames = store.grant(num_blocks, (lease_id,), now)
+        lease.references.update(dict.fromkeys(frames, 1))
+        return store.run(frames)
+
+    def free(self, lease_id: int, block_ids: Sequence[int], now: float) -> None:
+        """Drop one direct reference of the lease per listed id; the last listed is released first, as in a table."""
+        lease = self.find(lease_id, now)
+        frames = self._frames(block_ids)
+        for frame, asked in Counter(frames).items():
+            held = lease.references.get(frame, 0)
+            if held < asked:
+                block_id = self._state.cut_store().blocks.ids[frame]
+                raise errors.block_not_held(block_id, lease_id, held, asked)
+        store = self._state.cut_store()
+        for frame in reversed(frames):
+            store.release(frame, lease_id, now)
+            lease.references[frame] -= 1
+            if not lease.references[frame]:
+                del lease.references[frame]
+
+    def share(self, lease_id: int, block_ids: Sequence[int], now: float) -> None:
+        """Add one direct reference of the lease per listed id."""
+        lease = self.find(lease_id, now)
+        frames = self._frames(block_ids)
+        store = self._state.cut_store()
+        for frame in frames:
+            if not store.blocks.prefixes[frame] and not self._is_own(lease, frame):
+                raise errors.block_not_sealed(store.blocks.ids[frame])
+        for frame in frames:
+            store.hold(frame, (lease_id,), now)
+            lease.references[frame] = lease.references.get(frame, 0) + 1
+
+    def create_table(self, lease_id: int, request: TableRequest, now: float) -> Table:
+        """A new table: match, pin and create in one."""
+        lease = self.find(lease_id, now)
+        store = self._state.cut_store()
+        if len(request.salt) > MAX_SALT_BYTES:
+            size = f"{len(request.salt)} bytes long"
+            raise invalid_field("salt", size, f"up to {MAX_SALT_BYTES} bytes", "hash a longer one")
+        try:
+            packed = pack_tokens(request.token_ids)
+        except struct.error as error:
+            raise invalid_field("token_ids", error, "unsigned 32-bit integers", "give the model's token ids") from error
+        plan = self._state.plan(request, packed)
+        self._require(store, request.num_blocks, plan.fresh, plan.spare)
+        return self._state.create_table(lease, request, plan, now)
+
+    def extend_table(self, lease_id: int, table_id: int, num_blocks: int, now: float) -> BlockRun:
+        """New blocks at the end of a table."""
+        table = self._table(lease_id, table_id, now)
+        store = self._state.cut_store()
+        if num_blocks < 1:
+            raise invalid_field("num_blocks", num_blocks, "at least 1", "ask for some")
+        self._require(store, len(table.frames) + num_blocks, num_blocks, store.available)
+        return store.run(self._state.extend_table(table, num_blocks, now))
+
+    def release_table(self, lease_id: int, table_id: int, now: float) -> None:
+        """End a table."""
+        self._state.release_table(self._table(lease_id, table_id, now), now)
+
+    def _require(self, store: BlockStore, in_all: int, fresh: int, spare: int) -> None:
+        """REQUEST_TOO_LARGE or POOL_EXHAUSTED unless `fresh` blocks, `in_all` with those there, can be granted."""
+        if in_all > store.num_blocks:
+            raise errors.request_too_large("num_blocks", in_all, store.num_blocks)
+        if fresh > spare:
+            self._state.counters.refused_requests += 1
+            self._state.version += 1
+            raise errors.pool_exhausted(fresh, spare, store.num_blocks)
+
+    def _frames(self, block_ids: Sequence[int]) -> list[int]:
+        if not block_ids:
+            raise invalid_field("block_ids", "empty", "at least one id", "list the blocks")
+        frame_of = self._state.store.blocks.frame_of if self._state.store else {}
+        try:
+            return [frame_of[block_id] for block_id in block_ids]
+        except KeyError as error:
+            raise errors.block_not_found(error.args[0]) from None
+
+    def _is_own(self, lease: Lease, frame: int) -> bool:
+        holders = self._state.cut_store().blocks.holders[frame]
+        return any(holder == lease.lease_id or holder in lease.tables for holder in holders)
+
+    def _table(self, lease_id: int, table_id: int, now: float) -> Table:
+        lease = self.find(lease_id, now)
+        if table_id in lease.tables:
+            return lease.tables[table_id]
+        if table_id in self._state.tables:
+            raise errors.table_not_held(table_id, lease_id)
+        raise errors.table_not_found(table_id)

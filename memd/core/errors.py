@@ -1,0 +1,94 @@
+"""What the core says when it refuses. Every message names the value and the way out."""
+
+from __future__ import annotations
+
+from pagepool.errors import PagepoolError, Reason
+
+RETRY_AFTER_S = 0.5
+"""When a retry after POOL_EXHAUSTED makes sense: a generation's blocks come back on this scale."""
+
+
+class InvariantError(Exception):
+    """The pool contradicts itself. A bug, never a user's mistake: the daemon must not go on with such a pool."""
+
+
+def lease_not_found(lease_id: int) -> PagepoolError:
+    """No such client lease now."""
+    message = f"lease {lease_id} does not exist: it ended, and what it held is freed; create another"
+    return PagepoolError(Reason.LEASE_NOT_FOUND, message, lease_id=lease_id)
+
+
+def lease_is_workers(lease_id: int) -> PagepoolError:
+    """A unary command for a worker's lease."""
+    message = f"lease {lease_id} is a worker's: only its Attach stream speaks for it; create a lease of your own"
+    return PagepoolError(Reason.LEASE_IS_WORKERS, message, lease_id=lease_id)
+
+
+def lease_lost(lease_id: int, why: str) -> PagepoolError:
+    """A worker speaks for a lease that it does not have any more."""
+    message = f"lease {lease_id} is lost: {why}; stop using the mapping, drop the lock, attach anew"
+    return PagepoolError(Reason.LEASE_LOST, message, lease_id=lease_id, why=why)
+
+
+def block_not_found(block_id: int) -> PagepoolError:
+    """No such block now."""
+    message = f"block {block_id} does not exist: it was freed or evicted, or never existed; nothing was changed"
+    return PagepoolError(Reason.BLOCK_NOT_FOUND, message, block_id=block_id)
+
+
+def block_not_held(block_id: int, lease_id: int, held: int, asked: int) -> PagepoolError:
+    """A lease would drop references that it has not."""
+    message = (
+        f"block {block_id} is held {held} times by lease {lease_id}, but {asked} references were to be dropped; "
+        "nothing was freed: free only what your lease holds directly"
+    )
+    return PagepoolError(
+        Reason.BLOCK_NOT_HELD, message, block_id=block_id, lease_id=lease_id, ref_count=held, asked=asked
+    )
+
+
+def block_not_sealed(block_id: int) -> PagepoolError:
+    """A lease would share what another may still write."""
+    message = f"block {block_id} is not sealed: only its own lease can share it; wait until it is full"
+    return PagepoolError(Reason.BLOCK_NOT_SEALED, message, block_id=block_id)
+
+
+def table_not_found(table_id: int) -> PagepoolError:
+    """No such table now."""
+    message = f"block table {table_id} does not exist: it was released, or never existed; create another"
+    return PagepoolError(Reason.TABLE_NOT_FOUND, message, table_id=table_id)
+
+
+def table_not_held(table_id: int, lease_id: int) -> PagepoolError:
+    """A lease would change another's table."""
+    message = f"block table {table_id} is not held by lease {lease_id}; use a table of your own lease"
+    return PagepoolError(Reason.TABLE_NOT_HELD, message, table_id=table_id, lease_id=lease_id)
+
+
+def pool_without_geometry() -> PagepoolError:
+    """Blocks are asked for before the pool is cut."""
+    message = "the pool has no geometry yet: wait until a worker has attached, or start memd with --geometry"
+    return PagepoolError(Reason.POOL_WITHOUT_GEOMETRY, message, retry_after_s=RETRY_AFTER_S)
+
+
+def pool_exhausted(asked: int, available: int, total: int) -> PagepoolError:
+    """Too few free and cached blocks; `available` is what could have been asked for."""
+    message = (
+        f"{asked} blocks were asked for, but only {available} of the pool's {total} can be granted now; "
+        "nothing was taken: free something, or retry later"
+    )
+    return PagepoolError(
+        Reason.POOL_EXHAUSTED, message, retry_after_s=RETRY_AFTER_S, asked=asked, available=available, total=total
+    )
+
+
+def request_too_large(field: str, asked: int, total: int) -> PagepoolError:
+    """More blocks than the whole pool has."""
+    message = f"{field} comes to {asked} blocks, but the whole pool has {total}; ask for fewer, or start memd with more"
+    return PagepoolError(Reason.REQUEST_TOO_LARGE, message, field=field, asked=asked, total=total)
+
+
+def protocol_violation(lease_id: int, what: str, remedy: str) -> PagepoolError:
+    """A step that cannot be."""
+    message = f"lease {lease_id} is lost: {what}; {remedy}"
+    return PagepoolError(Reason.PROTOCOL_VIOLATION, message, lease_id=lease_id, what=what)

@@ -1,0 +1,114 @@
+"""All that a pool is at one moment, and the changes that client and worker leases have in common."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from memd.core import errors
+from memd.core.block import TOKEN_BYTES
+from memd.core.geometry import Geometry
+from memd.core.lease import Lease
+from memd.core.store import BlockStore
+from memd.core.table import Table
+from memd.core.values import Counters, LeaseState, TableRequest
+from pagekernels.layout import PagedLayout
+
+MAX_SALT_BYTES = 64
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as blocks keep them; struct.error if one is not an unsigned 32-bit integer."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+@dataclass(slots=True)
+class Plan:
+    """What granting a table request would do: `matched` frames to hold, `fresh` blocks to grant.
+
+    `spare` is how many fresh blocks there could be: what is available, less the matched blocks that are cached.
+    """
+
+    packed: bytes
+    matched: list[int]
+    fresh: int
+    spare: int
+
+
+@dataclass(slots=True, eq=False)
+class PoolState:
+    """The pool's parts. `store` and `layout` are None until the geometry is declared."""
+
+    epoch: int
+    block_size: int
+    geometry: Geometry | None = None
+    layout: PagedLayout | None = None
+    store: BlockStore | None = None
+    leases: dict[int, Lease] = field(default_factory=dict)
+    tables: dict[int, Table] = field(default_factory=dict)
+    counters: Counters = field(default_factory=Counters)
+    last_id: int = 0  # of leases and tables: one sequence, so that either kind names a holder of blocks
+    version: int = 0
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that are not lost."""
+        return sum(lease.state is not LeaseState.LOST for lease in self.leases.values())
+
+    def new_id(self) -> int:
+        """An id for a lease or a table, never used before."""
+        self.last_id += 1
+        return self.last_id
+
+    def cut_store(self) -> BlockStore:
+        """The store; POOL_WITHOUT_GEOMETRY before the pool is cut."""
+        if self.store is None:
+            raise errors.pool_without_geometry()
+        return self.store
+
+    def plan(self, request: TableRequest, packed: bytes) -> Plan:
+        """What a table request needs now. Changes nothing."""
+        store = self.cut_store()
+        matched = [] if request.no_match else store.index.match(packed, request.salt)
+        revived = sum(not store.blocks.holders[frame] for frame in matched)
+        return Plan(packed, matched, max(request.num_blocks - len(matched), 0), store.available - revived)
+
+    def create_table(self, lease: Lease, request: TableRequest, plan: Plan, now: float) -> Table:
+        """Carry out a plan that was made in this command and has spare >= fresh."""
+        store = self.cut_store()
+        table = Table(self.new_id(), lease.lease_id, request.salt, request.priority, now)
+        holders = (table.table_id,)
+        for frame in plan.matched:
+            store.hold(frame, holders, now)
+        table.frames.extend(plan.matched)
+        table.frames.extend(store.grant(plan.fresh, holders, now))
+        table.num_tokens = table.cached_tokens = len(plan.matched) * self.block_size
+        if not request.no_match:
+            self.counters.prefix_query_tokens += len(plan.packed) // TOKEN_BYTES
+            self.counters.prefix_hit_tokens += table.cached_tokens
+        self.tables[table.table_id] = lease.tables[table.table_id] = table
+        return table
+
+    def extend_table(self, table: Table, num_blocks: int, now: float) -> Sequence[int]:
+        """The frames of new blocks at the end of a table; that many must be available."""
+        frames = self.cut_store().grant(num_blocks, (table.table_id,), now)
+        table.frames.extend(frames)
+        table.touched = now
+        return frames
+
+    def release_table(self, table: Table, now: float) -> None:
+        """End a table; its last block is released first."""
+        store = self.cut_store()
+        for frame in reversed(table.frames):
+            store.release(frame, table.table_id, now)
+        del self.tables[table.table_id], self.leases[table.lease_id].tables[table.table_id]
+
+    def end_lease(self, lease: Lease, now: float) -> None:
+        """End a lease and release all that it holds."""
+        for table in list(lease.tables.values()):
+            self.release_table(table, now)
+        for frame, count in reversed(lease.references.items()):
+            for _ in range(count):
+                self.cut_store().release(frame, lease.lease_id, now)
+        del self.leases[lease.lease_id]

@@ -1,0 +1,142 @@
+"""Blocks, their frames and the prefix index kept consistent: grant, hold, release, write and seal.
+
+The life of a block:
+
+    free --grant--> held, unsealed --write until full--> held, sealed --last release--> cached --evict--> free
+                          |                                  ^                             |
+                          '--last release--> free            '------------hold-------------'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memd.core.allocator import Allocator, FrameQueue, Links
+from memd.core.block import Blocks, Holders
+from memd.core.errors import InvariantError
+from memd.core.prefix import PrefixIndex
+from memd.core.values import BlockRun, Counters
+from pagekernels.layout import PagedLayout, pack_entry
+
+
+class BlockStore:
+    """Every frame of the pool and the block in it. The caller has checked that what it asks for is possible.
+
+    Eviction policy: sealed blocks that nobody refers to, the one released longest ago first. Blocks of a table are
+    released from its end, so a prefix is eaten from its end too.
+    """
+
+    __slots__ = (
+        "_entry_base",
+        "_entry_step",
+        "allocator",
+        "blocks",
+        "cached",
+        "counters",
+        "format",
+        "index",
+        "num_returned",
+    )
+
+    def __init__(self, layout: PagedLayout, num_blocks: int, model_digest: bytes, counters: Counters) -> None:
+        links = Links(num_blocks)
+        self.allocator = Allocator(num_blocks, links)
+        self.cached = FrameQueue(links)
+        self.blocks = Blocks(num_blocks, layout.block_size)
+        self.index = PrefixIndex(self.blocks, model_digest)
+        self.counters = counters
+        self.format = layout.format
+        self.num_returned = 0  # how often a block has become available
+        self._entry_base = pack_entry(layout.format, 0, 0)
+        self._entry_step = layout.units_per_block
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole pool."""
+        return self.allocator.num_frames
+
+    @property
+    def available(self) -> int:
+        """Blocks that can be granted: free and cached ones."""
+        return self.allocator.num_free + len(self.cached)
+
+    def run(self, frames: Sequence[int]) -> BlockRun:
+        """The ids and packed entries of the blocks in these frames."""
+        ids, base, step = self.blocks.ids, self._entry_base, self._entry_step
+        return BlockRun([ids[frame] for frame in frames], [base | frame * step for frame in frames])
+
+    def grant(self, count: int, holders: Holders, now: float) -> list[int]:
+        """Frames of `count` new blocks, unsealed, each with the one reference in `holders`; evicts what it must."""
+        frames = []
+        for _ in range(count):
+            if not self.allocator.num_free:
+                self._evict(self.cached.pop())
+            frame = self.allocator.take()
+            self.blocks.occupy(frame, holders, now)
+            frames.append(frame)
+        self.counters.allocated_blocks += count
+        return frames
+
+    def hold(self, frame: int, holders: Holders, now: float) -> None:
+        """Add the one reference in `holders` to a block, which may be cached."""
+        if not self.blocks.holders[frame]:
+            self.cached.remove(frame)
+        self.blocks.holders[frame] += holders
+        self.blocks.touched[frame] = now
+
+    def release(self, frame: int, holder: int, now: float) -> None:
+        """Drop one reference; after the last one a sealed block is cached and any other free.
+
+        A sealed block whose digest another block has in the index cannot be matched, so it is freed too; if that
+        other block is gone by now, this one takes its place.
+        """
+        blocks = self.blocks
+        blocks.touched[frame] = now
+        if not blocks.drop_reference(frame, holder):
+            return
+        self.num_returned += 1
+        if blocks.prefixes[frame] and self.index.frames.setdefault(blocks.digests[frame], frame) == frame:
+            self.cached.append(frame)
+            return
+        self._vacate(frame)
+        self.counters.freed_blocks += 1
+
+    def write(self, frame: int, packed: bytes, now: float) -> bool:
+        """Append packed token ids to a held, unsealed block; whether it is full now and waits to be sealed."""
+        self.blocks.touched[frame] = now
+        return self.blocks.write(frame, packed)
+
+    def seal(self, frame: int, parent: int | None, salt: bytes) -> None:
+        """Seal a full block that follows the sealed block in frame `parent`, or begins a table.
+
+        Of two blocks with the same prefix the first stays in the index. One that only has the same digest, by a
+        collision or because the block before it was evicted and computed anew, gives way: no match can reach it.
+        """
+        blocks = self.blocks
+        packed = blocks.packed_tokens(frame)
+        before = 0 if parent is None else blocks.prefixes[parent]
+        digest = self.index.digest_of(parent, packed, salt)
+        incumbent = self.index.frames.get(digest)
+        if incumbent is not None and self.index.holds(incumbent, before, packed, salt):
+            blocks.prefixes[frame] = blocks.prefixes[incumbent]
+        else:
+            if incumbent is not None and not blocks.holders[incumbent]:
+                self.cached.remove(incumbent)
+                self._evict(incumbent)
+            blocks.prefixes[frame] = blocks.ids[frame]
+            self.index.frames[digest] = frame
+        blocks.parents[frame] = before
+        blocks.digests[frame] = digest
+        if salt and parent is None:
+            blocks.salts[frame] = salt
+
+    def _evict(self, frame: int) -> None:
+        """Free a block that has left the cached queue."""
+        if self.index.frames.pop(self.blocks.digests[frame], None) != frame:
+            raise InvariantError(f"block {self.blocks.ids[frame]} is evicted, but was not in the prefix index")
+        self._vacate(frame)
+        self.counters.evicted_blocks += 1
+
+    def _vacate(self, frame: int) -> None:
+        self.blocks.vacate(frame)
+        self.allocator.give_back(frame)

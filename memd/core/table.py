@@ -1,0 +1,28 @@
+"""Block tables."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Table:
+    """A sequence's blocks. Its committed token ids stand in the blocks.
+
+    Of n = num_tokens committed tokens, by position in blocks:
+
+        [0, cached_tokens)          found in the prefix index when the table was created; sealed
+        [cached_tokens, n // B * B) written by the lease that holds it; sealed
+        [n // B * B, n)             in its one partly written block
+        [n, len(frames) * B)        granted, not yet written
+    """
+
+    table_id: int
+    lease_id: int
+    salt: bytes
+    priority: int
+    touched: float
+    frames: array[int] = field(default_factory=lambda: array("I"))
+    num_tokens: int = 0
+    cached_tokens: int = 0

@@ -1,0 +1,119 @@
+"""Snapshots of the state for whoever looks into the pool. Nothing here changes anything."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+
+from memd.core import errors
+from memd.core.block import TOKEN_BYTES
+from memd.core.state import PoolState
+from memd.core.store import BlockStore
+from memd.core.table import Table
+from memd.core.values import BlockState, BlockView, Holder, LeaseState, LeaseView, TableView, Usage
+
+
+def usage(state: PoolState) -> Usage:
+    """Blocks by what they are doing."""
+    if state.store is None:
+        return Usage(0, 0, 0, 0, 0)
+    total, free, cached = state.store.num_blocks, state.store.allocator.num_free, len(state.store.cached)
+    quarantined = sum(
+        len(table.frames) - table.num_tokens // state.block_size
+        for lease in state.leases.values()
+        if lease.state is LeaseState.LOST
+        for table in lease.tables.values()
+    )
+    return Usage(total, free, total - free - cached - quarantined, cached, quarantined)
+
+
+def lease(state: PoolState, lease_id: int) -> LeaseView:
+    """A lease, a worker's too."""
+    if lease_id not in state.leases:
+        raise errors.lease_not_found(lease_id)
+    return state.leases[lease_id].view()
+
+
+def block(state: PoolState, block_id: int, now: float) -> BlockView:
+    """A block."""
+    if state.store is None or block_id not in state.store.blocks.frame_of:
+        raise errors.block_not_found(block_id)
+    return _block_view(state, state.store, state.store.blocks.frame_of[block_id], now)
+
+
+def blocks_after(state: PoolState, block_id: int, limit: int, kind: BlockState | None, now: float) -> list[BlockView]:
+    """Up to `limit` blocks with greater ids, by rising id; only those in one state, if it is given."""
+    store = state.store
+    if store is None:
+        return []
+    frames: Iterator[int] = (frame for one, frame in store.blocks.frame_of.items() if one > block_id)
+    if kind is not None:
+        frames = (frame for frame in frames if block_state(state, store, frame) is kind)
+    return [_block_view(state, store, frame, now) for frame in islice(frames, limit)]
+
+
+def table(state: PoolState, table_id: int, now: float) -> TableView:
+    """A table with its token ids."""
+    if state.store is None or table_id not in state.tables:
+        raise errors.table_not_found(table_id)
+    return table_view(state, state.tables[table_id], now, with_tokens=True)
+
+
+def tables_after(state: PoolState, table_id: int, limit: int, now: float) -> list[TableView]:
+    """Up to `limit` tables with greater ids, by rising id, without token ids."""
+    tables = (one for one in state.tables.values() if one.table_id > table_id)
+    return [table_view(state, one, now) for one in islice(tables, limit)]
+
+
+def block_state(state: PoolState, store: BlockStore, frame: int) -> BlockState:
+    """What a block's memory is doing. An unsealed block has holders of one lease only."""
+    holders = store.blocks.holders[frame]
+    if not holders:
+        return BlockState.CACHED
+    if store.blocks.prefixes[frame]:
+        return BlockState.HELD
+    owner = state.leases[lease_and_table(state, holders[0])[0]]
+    return BlockState.QUARANTINED if owner.state is LeaseState.LOST else BlockState.HELD
+
+
+def table_view(state: PoolState, one: Table, now: float, *, with_tokens: bool = False) -> TableView:
+    """A snapshot of a table."""
+    store = state.cut_store()
+    packed = b"".join(store.blocks.packed_tokens(frame) for frame in one.frames) if with_tokens else b""
+    return TableView(
+        table_id=one.table_id,
+        lease_id=one.lease_id,
+        holder=state.leases[one.lease_id].holder,
+        blocks=store.run(one.frames),
+        num_tokens=one.num_tokens,
+        cached_tokens=one.cached_tokens,
+        token_ids=struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed),
+        priority=one.priority,
+        idle_s=now - one.touched,
+    )
+
+
+def _block_view(state: PoolState, store: BlockStore, frame: int, now: float) -> BlockView:
+    blocks, run = store.blocks, store.run([frame])
+    references = Counter(blocks.holders[frame])
+    return BlockView(
+        block_id=run.block_ids[0],
+        state=block_state(state, store, frame),
+        format=store.format,
+        entry=run.entries[0],
+        sealed=blocks.prefixes[frame] != 0,
+        exact=True,  # nothing stores a block lossily yet
+        num_tokens=blocks.num_tokens[frame],
+        digest=blocks.digests[frame],
+        holders=[Holder(*lease_and_table(state, holder), count) for holder, count in references.items()],
+        ref_count=len(blocks.holders[frame]),
+        idle_s=now - blocks.touched[frame],
+    )
+
+
+def lease_and_table(state: PoolState, holder: int) -> tuple[int, int]:
+    """(lease id, table id or 0) of a holder of blocks."""
+    owner = state.tables.get(holder)
+    return (holder, 0) if owner is None else (owner.lease_id, holder)

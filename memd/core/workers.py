@@ -1,0 +1,144 @@
+"""Worker leases: their life, and the capacity news that they wait for.
+
+    attach --> LIVE --stream_broken--> DETACHED --reclaim--> LIVE
+                |                          |
+                '---- deadline, failure ---+--> LOST --process_gone--> ended, all released
+                |                          |
+                '-- detach --> ended       '--process_gone--> ended, all released
+
+A lost lease keeps its tables, because a stopped process may wake up and write: what it could write counts as
+quarantined, what it had sealed stays matchable, and neither is given to anybody else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memd.core import errors
+from memd.core.clients import require_name
+from memd.core.lease import Lease
+from memd.core.state import PoolState
+from memd.core.values import LeaseState
+from pagepool.errors import invalid_field
+
+
+@dataclass(slots=True)
+class Starvation:
+    """A worker was refused: how often blocks had returned by then, and how many there were for it."""
+
+    num_returned: int
+    spare: int
+
+
+class WorkerLeases:
+    """Leases that live by an Attach stream."""
+
+    def __init__(self, state: PoolState) -> None:
+        self._state = state
+        self._starving: dict[int, Starvation] = {}
+
+    def attach(self, worker_name: str, lock_file: str, timeout_s: float, now: float) -> Lease:
+        """A new lease. The pool must have been cut."""
+        require_name("hello.worker_name", worker_name)
+        if not lock_file:
+            raise invalid_field("hello.lock_file", "empty", "the name of a locked file", "create and lock one")
+        self._state.cut_store()
+        lease = Lease(self._state.new_id(), worker_name, timeout_s, now + timeout_s, lock_file)
+        self._state.leases[lease.lease_id] = lease
+        return lease
+
+    def reclaim(self, epoch: int, lease_id: int, lock_file: str, now: float) -> Lease | None:
+        """The lease taken up again with all that it holds, or None if it cannot be.
+
+        It must be in time, and of the process that has the same lock file. Step ids continue. Steps whose answers went
+        down with the old stream may be sent again, same contents, before the first new one: they are answered as before
+        and not applied twice.
+        """
+        lease = self._state.leases.get(lease_id)
+        if lease is None or epoch != self._state.epoch or not lease.is_worker or lease.lock_file != lock_file:
+            return None
+        if lease.is_late(now):
+            self.lose(lease)
+        if lease.state is LeaseState.LOST:
+            return None
+        lease.state = LeaseState.LIVE
+        lease.replaying = True
+        return lease
+
+    def find(self, lease_id: int, now: float) -> Lease:
+        """A live worker lease; LEASE_LOST if it is not, or is late just now."""
+        lease = self._state.leases.get(lease_id)
+        if lease is None or not lease.is_worker:
+            raise errors.lease_lost(lease_id, "it has ended, or never was a worker's")
+        if lease.is_late(now):
+            self.lose(lease)
+        if lease.state is LeaseState.LOST:
+            raise errors.lease_lost(
+                lease_id, f"nothing was heard from it for {lease.ttl_s:g} s, or it broke the protocol"
+            )
+        if lease.state is LeaseState.DETACHED:
+            raise errors.lease_lost(
+                lease_id, "its stream is broken; it can be reclaimed by a new Hello until it expires"
+            )
+        return lease
+
+    def stream_broken(self, lease_id: int) -> None:
+        """The stream ended without Detach: the lease can be reclaimed until its deadline."""
+        lease = self._state.leases.get(lease_id)
+        if lease is not None and lease.is_worker and lease.state is LeaseState.LIVE:
+            lease.state = LeaseState.DETACHED
+
+    def lose(self, lease: Lease) -> None:
+        """Make a lease LOST."""
+        lease.state = LeaseState.LOST
+        lease.answers.clear()
+        self._starving.pop(lease.lease_id, None)
+        self._state.counters.lost_leases += 1
+        self._state.version += 1
+
+    def fail(self, lease_id: int) -> None:
+        """Make a lease LOST, if it is not yet, because its worker cannot be believed."""
+        lease = self._state.leases.get(lease_id)
+        if lease is not None and lease.is_worker and lease.state is not LeaseState.LOST:
+            self.lose(lease)
+
+    def end(self, lease: Lease, now: float) -> None:
+        """End a lease whose process has let go of the pool: everything is released."""
+        self._starving.pop(lease.lease_id, None)
+        self._state.end_lease(lease, now)
+
+    def process_gone(self, lease_id: int, now: float) -> None:
+        """The lock file was found free. Ignored if the lease has ended or was reclaimed since it was probed."""
+        lease = self._state.leases.get(lease_id)
+        if lease is None or not lease.is_worker or lease.state is LeaseState.LIVE:
+            return
+        if lease.state is LeaseState.DETACHED:
+            self.lose(lease)
+        self.end(lease, now)
+
+    def waiting(self) -> list[tuple[int, str]]:
+        """Leases whose process may be gone, and the lock files that tell."""
+        leases = self._state.leases.values()
+        return [(one.lease_id, one.lock_file) for one in leases if one.is_worker and one.state is not LeaseState.LIVE]
+
+    def starve(self, lease: Lease, spare: int) -> None:
+        """Remember that a request was refused, though there were `spare` blocks for it."""
+        store = self._state.cut_store()
+        known = self._starving.get(lease.lease_id)
+        smallest = spare if known is None else min(spare, known.spare)
+        self._starving[lease.lease_id] = Starvation(store.num_returned, smallest)
+
+    def take_news(self) -> list[tuple[int, int]]:
+        """Live leases that were refused and have reason to ask again: blocks returned since, and there are more now."""
+        if not self._starving:
+            return []
+        store = self._state.cut_store()
+        told = [
+            (lease_id, store.available)
+            for lease_id, hunger in self._starving.items()
+            if store.num_returned > hunger.num_returned and store.available > hunger.spare
+            if self._state.leases[lease_id].state is LeaseState.LIVE
+        ]
+        for lease_id, _ in told:
+            del self._starving[lease_id]
+        return told
