@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -35,11 +35,12 @@ class Service:
         unary           async def do_this(self, request, context) -> response
         server stream   async def do_this(self, request, context): yield response ...
         bidirectional   async def do_this(self, stream: Stream) -> None
-    Each may raise PagepoolError.
+    Each may raise PagepoolError. Any other exception is told to `on_failure` too, if that is given.
     """
 
     descriptor: ServiceDescriptor
     servicer: object
+    on_failure: Callable[[Exception], None] | None = None
 
     @property
     def name(self) -> str:
@@ -66,7 +67,7 @@ class Stream:
 
 def generic_handler(service: Service) -> grpc.GenericRpcHandler:
     """The handler of all methods of a service; raises AttributeError if the servicer lacks one."""
-    methods = {method.name: _method_handler(method, service.servicer) for method in service.descriptor.methods}
+    methods = {method.name: _method_handler(method, service) for method in service.descriptor.methods}
     return grpc.method_handlers_generic_handler(service.name, methods)
 
 
@@ -75,17 +76,17 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-def _method_handler(method: MethodDescriptor, servicer: object) -> grpc.RpcMethodHandler:
-    function = getattr(servicer, snake_case(method.name))
+def _method_handler(method: MethodDescriptor, service: Service) -> grpc.RpcMethodHandler:
+    function = getattr(service.servicer, snake_case(method.name))
     request_class = message_factory.GetMessageClass(method.input_type)
-    name = f"{method.containing_service.full_name}/{method.name}"
+    answered = _Answered(f"{service.name}/{method.name}", service.on_failure)
 
-    async def unary(data: bytes, context: Any) -> bytes | None:
+    async def unary(data: bytes, context: Any) -> Any:
         async def run() -> bytes:
             response: Message = await function(_parse(request_class, data), context)
             return response.SerializeToString()
 
-        return await _answered(run(), context, name)
+        return await answered(run(), context)
 
     async def server_stream(data: bytes, context: Any) -> None:
         async def run() -> None:
@@ -93,10 +94,10 @@ def _method_handler(method: MethodDescriptor, servicer: object) -> grpc.RpcMetho
                 async for response in responses:
                     await context.write(response.SerializeToString())
 
-        await _answered(run(), context, name)
+        await answered(run(), context)
 
     async def bidirectional(_: Any, context: Any) -> None:
-        await _answered(function(Stream(context, request_class)), context, name)
+        await answered(function(Stream(context, request_class)), context)
 
     if method.client_streaming:
         return grpc.stream_stream_rpc_method_handler(bidirectional)
@@ -118,22 +119,32 @@ def _parse(request_class: type[Message], data: bytes) -> Message:
         ) from error
 
 
-async def _answered(call: Awaitable[bytes | None], context: Any, name: str) -> bytes | None:
-    """Awaits the call within its log context and turns what it raises into the call's status."""
-    with structlog.contextvars.bound_contextvars(rpc=name):
-        try:
-            return await call
-        except PagepoolError as error:
-            await _abort(context, error)
-        except (asyncio.CancelledError, grpc.aio.AbortError):
-            raise
-        except Exception:  # noqa: BLE001 whatever it is, the caller gets a status and the log the traceback
-            if context.done():  # nobody is left to be answered, and writing to a finished call is what failed
-                _log.debug("failed after the caller had gone", exc_info=True)
-                raise asyncio.CancelledError from None
-            _log.exception("unexpected failure")
-            await _abort(context, PagepoolError(Reason.INTERNAL_ERROR, f"{name} failed; the daemon's log says why"))
-        return None
+class _Answered:
+    """Awaits calls of one method within their log context and turns what they raise into a status."""
+
+    def __init__(self, name: str, on_failure: Callable[[Exception], None] | None) -> None:
+        self._name = name
+        self._on_failure = on_failure
+
+    async def __call__(self, call: Awaitable[Any], context: Any) -> Any:
+        with structlog.contextvars.bound_contextvars(rpc=self._name):
+            try:
+                return await call
+            except PagepoolError as error:
+                await _abort(context, error)
+            except (asyncio.CancelledError, grpc.aio.AbortError):
+                raise
+            except Exception as error:  # noqa: BLE001 whatever it is, the caller gets a status, the log the traceback
+                await self._failed(error, context)
+
+    async def _failed(self, error: Exception, context: Any) -> None:
+        if context.done():  # nobody is left to be answered, and writing to a finished call is what failed
+            _log.debug("failed after the caller had gone", exc_info=True)
+            raise asyncio.CancelledError from None
+        _log.error("unexpected failure", exc_info=error)
+        if self._on_failure is not None:
+            self._on_failure(error)
+        await _abort(context, PagepoolError(Reason.INTERNAL_ERROR, f"{self._name} failed; the daemon's log says why"))
 
 
 async def _abort(context: Any, error: PagepoolError) -> None:

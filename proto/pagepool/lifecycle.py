@@ -7,24 +7,11 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from types import FrameType
 
 from pagepool.errors import PagepoolError
 
 EXIT_USAGE = 2
 """Exit code of a daemon that could not start because of what it was told."""
-
-
-def quit_on_sigterm() -> None:
-    """Makes SIGTERM an orderly exit with code 0 from the first moment on, until `run` takes over.
-
-    Call it before the imports that take long.
-    """
-
-    def leave(_signal: int, _frame: FrameType | None) -> None:
-        raise SystemExit(0)
-
-    signal.signal(signal.SIGTERM, leave)
 
 
 def run(program: str, serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:

@@ -42,7 +42,8 @@ def _as_v1(file: descriptor_pb2.FileDescriptorProto) -> descriptor_pb2.FileDescr
     file.name, file.package = _V1_FILE, "grpc.reflection.v1"
     for message in file.message_type:
         for field in message.field:
-            field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
+            if field.HasField("type_name"):
+                field.type_name = field.type_name.replace(".v1alpha.", ".v1.")
     for service in file.service:
         for method in service.method:
             method.input_type = method.input_type.replace(".v1alpha.", ".v1.")

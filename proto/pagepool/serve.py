@@ -14,7 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pagepool.errors import invalid_field
 from pagepool.handlers import Service, generic_handler
-from pagepool.listen import Listener, SocketClaim, UnixListener
+from pagepool.listen import Listener, SocketClaim, TcpListener, UnixListener
 from pagepool.reflection import add_reflection
 
 MAX_PUBLIC_MESSAGE_BYTES = 4 << 20
@@ -91,13 +91,13 @@ class Servers:
 
 
 def _bind(server: grpc.aio.Server, listener: Listener) -> str:
-    """Binds the listener; its address as clients dial it."""
+    """Binds the listener; the word for where it listens now."""
     if isinstance(listener, UnixListener):
         server.add_insecure_port(str(listener))
         return str(listener)
     with suppress(RuntimeError):
         if port := server.add_insecure_port(listener.address):
-            return f"{listener.address.rpartition(':')[0]}:{port}"
+            return str(TcpListener(listener.host, port))
     raise invalid_field("listen", listener, "a free address", "stop what listens there, or choose another port")
 
 

@@ -1,0 +1,67 @@
+"""memd's settings. The only place in memd that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pagepool.listen import Listener, UnixListener, default_socket, parse_listener
+from pagepool.logs import FORMATS, LEVELS
+from pagepool.settings import Loaded, choice, load, parse_positive, parse_seconds, parse_size, setting
+
+
+def parse_block_size(text: str) -> int:
+    """A power of two from 8 to 128. Raises ValueError."""
+    if text not in {"8", "16", "32", "64", "128"}:
+        raise ValueError("a power of two from 8 to 128")
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemdConfig:
+    """What memd can be told."""
+
+    listen: tuple[Listener, ...] = setting(
+        "where to listen: unix:PATH or tcp:HOST:PORT, repeatable (default: unix:memd.sock in "
+        "$XDG_RUNTIME_DIR/pagepool, else in /run/pagepool for root, else in /tmp/pagepool-UID)",
+        parse_listener,
+        default=(),
+        repeatable=True,
+    )
+    pool_bytes: int | None = setting(
+        "size of the pool, such as 2GiB (default: a quarter of the free memory, at most half of the space in "
+        "--slab-dir and 4GiB)",
+        parse_size,
+        default=None,
+    )
+    max_num_blocks: int | None = setting("cut at most so many blocks from the pool", parse_positive, default=None)
+    block_size: int = setting("token positions in a block, a power of two from 8 to 128", parse_block_size, default=16)
+    geometry: Path | None = setting(
+        "cut the pool at start, from the file that `inferd --print-geometry` writes (default: when the first worker "
+        "attaches)",
+        Path,
+        default=None,
+    )
+    slab_dir: Path = setting("where the shared memory lies", Path, default=Path("/dev/shm"))  # noqa: S108
+    heartbeat_timeout: float = setting(
+        "seconds without a word after which a worker's lease is lost", parse_seconds, default=10.0
+    )
+    drain_grace: float = setting("seconds that workers have to detach when memd stops", parse_seconds, default=5.0)
+    log_level: str = setting(f"least level to log: {', '.join(LEVELS)}", choice(*LEVELS), default="info")
+    log_format: str = setting(f"how to log: {', '.join(FORMATS)}", choice(*FORMATS), default="auto")
+
+
+def load_config(argv: Sequence[str]) -> Loaded[MemdConfig]:
+    """The settings in force. Raises INVALID_FIELD, naming where the wrong value stands."""
+    loaded = load(MemdConfig, "memd", argv, os.environ)
+    if loaded.config.listen:
+        return loaded
+    listener = UnixListener(default_socket("memd", os.environ, os.getuid()))
+    return replace(loaded, config=replace(loaded.config, listen=(listener,)))
+
+
+def notify_address() -> str | None:
+    """Where systemd wants to be told, if it does."""
+    return os.environ.get("NOTIFY_SOCKET")

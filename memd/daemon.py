@@ -1,0 +1,142 @@
+"""memd's life: its parts put together in order, and taken apart in the other."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import structlog
+
+from memd.clock import LivenessClock
+from memd.config import MemdConfig, load_config, notify_address
+from memd.core.errors import InvariantError
+from memd.core.pool import Pool
+from memd.device.host import HostSlab, default_pool_bytes, remove_stale_slabs
+from memd.device.locks import LeaseLocks
+from memd.messages import read_geometry
+from memd.service import MemdLife, PoolService
+from memd.sessions import Sessions
+from memd.worker_service import WorkerService, WorkerTerms
+from pagepool import logs
+from pagepool.errors import PagepoolError, invalid_field
+from pagepool.handlers import Service
+from pagepool.lifecycle import EXIT_USAGE, run, sd_notify
+from pagepool.listen import Listener, UnixListener
+from pagepool.memd.v1 import pool_service_pb2, worker_service_pb2
+from pagepool.serve import Servers
+
+TICK_S = 0.1
+STOP_GRACE_S = 0.5
+LEASE_DIRECTORY = "leases"
+
+_log = structlog.get_logger("memd")
+_POOL_SERVICE = pool_service_pb2.DESCRIPTOR.services_by_name["PoolService"]
+_WORKER_SERVICE = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs memd; its exit code: 0 after an orderly stop, 2 if it was told something impossible."""
+    try:
+        loaded = load_config(argv)
+    except PagepoolError as error:
+        sys.stderr.write(f"memd: {error.message}\n")
+        return EXIT_USAGE
+    if loaded.check:
+        sys.stdout.write(loaded.describe() + "\n")
+        return 0
+    logs.configure(loaded.config.log_level, loaded.config.log_format)
+    return run("memd", lambda stop: _live(loaded.config, stop))
+
+
+async def _live(config: MemdConfig, stop: asyncio.Event) -> None:
+    servers = Servers()
+    async with AsyncExitStack() as undo:
+        undo.push_async_callback(servers.stop, STOP_GRACE_S)
+        servers.claim(config.listen)
+        slab = await _slab(config, stop)
+        if slab is None:
+            return
+        undo.callback(slab.close)
+        daemon = Memd(config, slab, stop)
+        await servers.open(daemon.services)
+        ticking = asyncio.create_task(daemon.sessions.keep_time(TICK_S))
+        ticking.add_done_callback(daemon.ticking_ended)
+        undo.callback(ticking.cancel)
+        await servers.serving()
+        _log.info("memd is ready", listen=servers.addresses, epoch=daemon.pool.epoch, slab=str(slab.path))
+        sys.stdout.write(f"memd is ready: {' '.join(servers.addresses)}\n")
+        sys.stdout.flush()
+        sd_notify("READY=1", notify_address())
+        await stop.wait()
+        sd_notify("STOPPING=1", notify_address())
+        await servers.draining()
+        await daemon.sessions.drain(config.drain_grace)
+    daemon.raise_failure()
+    _log.info("memd has stopped")
+
+
+async def _slab(config: MemdConfig, stop: asyncio.Event) -> HostSlab | None:
+    """The slab, or None if memd is to stop already."""
+    for stale in remove_stale_slabs(config.slab_dir):
+        _log.info("removed the slab of a memd that is gone", path=str(stale))
+    size = config.pool_bytes or default_pool_bytes(config.slab_dir)
+    return await asyncio.to_thread(HostSlab.create, config.slab_dir, size, lambda: not stop.is_set())
+
+
+class Memd:
+    """One memd life: the pool and who serves it. `failure` is set by a pool that contradicts itself."""
+
+    def __init__(self, config: MemdConfig, slab: HostSlab, stop: asyncio.Event) -> None:
+        self._stop = stop
+        self._failure: BaseException | None = None
+        epoch = secrets.randbits(64) or 1
+        self.pool = Pool(epoch, config.block_size, slab.size_bytes, config.max_num_blocks)
+        if config.geometry is not None:
+            self.pool.declare(read_geometry(config.geometry))
+        self._clock = LivenessClock()
+        self._locks = LeaseLocks(_lease_directory(config.listen))
+        self._locks.remove_leftovers()
+        self.sessions = Sessions(self.pool, self._locks, self._clock)
+        self._terms = WorkerTerms(config.heartbeat_timeout, slab.path)
+        self._life = MemdLife(self.pool, self._clock, time.time(), self.sessions)
+
+    def services(self, listener: Listener) -> list[Service]:
+        """What a listener offers: everything on Unix sockets, looking only on TCP."""
+        read_only = not isinstance(listener, UnixListener)
+        pool_service = PoolService(self._life, read_only=read_only)
+        worker_service = WorkerService(
+            self.pool, self.sessions, self._locks, self._terms, self._clock, read_only=read_only
+        )
+        return [
+            Service(_POOL_SERVICE, pool_service, self._failed),
+            Service(_WORKER_SERVICE, worker_service, self._failed),
+        ]
+
+    def ticking_ended(self, task: asyncio.Task[None]) -> None:
+        """Without the ticker leases never end, so memd must not go on without it."""
+        if not task.cancelled():
+            self._failure = task.exception()
+            self._stop.set()
+
+    def raise_failure(self) -> None:
+        """Raises what memd could not go on with, if there was something."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, InvariantError):
+            self._failure = error
+            self._stop.set()
+
+
+def _lease_directory(listeners: Sequence[Listener]) -> Path:
+    """The folder beside the first Unix socket, which workers look in."""
+    for listener in listeners:
+        if isinstance(listener, UnixListener):
+            return listener.path.parent / LEASE_DIRECTORY
+    raise invalid_field("--listen", "TCP only", "at least one unix:PATH", "workers attach over a Unix socket")

@@ -1,0 +1,218 @@
+"""The core's values as messages of memd.v1, and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from memd.core.geometry import Geometry
+from memd.core.pool import Pool
+from memd.core.values import (
+    BlockView,
+    Commit,
+    ExtendRequest,
+    LeaseView,
+    Step,
+    StepOutcome,
+    TableRequest,
+    TableView,
+    Usage,
+)
+from pagekernels.layout import Format, LayerShape
+from pagepool.errors import invalid_field
+from pagepool.memd.v1 import types_pb2, worker_service_pb2
+
+NANOSECONDS = 1_000_000_000
+
+
+def duration(seconds: float) -> Duration:
+    """A duration message."""
+    return Duration(seconds=int(seconds // 1), nanos=int(seconds % 1 * NANOSECONDS))
+
+
+def seconds(message: Duration) -> float:
+    """Seconds of a duration message."""
+    return float(message.seconds + message.nanos / NANOSECONDS)
+
+
+def timestamp(unix_s: float) -> Timestamp:
+    """A wall-clock time."""
+    return Timestamp(seconds=int(unix_s // 1), nanos=int(unix_s % 1 * NANOSECONDS))
+
+
+def geometry_from(message: types_pb2.Geometry) -> Geometry:
+    """The core's geometry; raises INVALID_FIELD if no format is given. The core checks the rest."""
+    if message.format == types_pb2.FORMAT_UNSPECIFIED or message.format not in types_pb2.Format.values():
+        raise invalid_field("geometry.format", message.format, "F32, F16 or BF16", "say how the KV is stored")
+    layers = tuple(
+        LayerShape(layer.num_kv_heads, layer.head_dim_k, layer.head_dim_v, layer.window) for layer in message.layers
+    )
+    return Geometry(
+        layers=layers,
+        format=Format(message.format),
+        key_means=message.key_means,
+        layout_version=message.layout_version,
+        model_digest=message.model_digest,
+        model_name=message.model_name,
+    )
+
+
+def read_geometry(path: Path) -> Geometry:
+    """The geometry of a file that `inferd --print-geometry` wrote; raises INVALID_FIELD naming --geometry."""
+    from google.protobuf import json_format  # rarely needed
+
+    try:
+        message = json_format.Parse(path.read_bytes(), types_pb2.Geometry())
+    except (OSError, UnicodeDecodeError, json_format.ParseError) as error:
+        limit = f"a file that `inferd --print-geometry` wrote ({error})"
+        raise invalid_field("--geometry", path, limit, "write it anew") from error
+    return geometry_from(message)
+
+
+def geometry_message(geometry: Geometry) -> types_pb2.Geometry:
+    """The message of a geometry."""
+    layers = [
+        types_pb2.LayerGeometry(
+            num_kv_heads=layer.num_kv_heads,
+            head_dim_k=layer.head_dim_k,
+            head_dim_v=layer.head_dim_v,
+            window=layer.window,
+        )
+        for layer in geometry.layers
+    ]
+    return types_pb2.Geometry(
+        layers=layers,
+        format=cast("types_pb2.Format", geometry.format),
+        key_means=geometry.key_means,
+        layout_version=geometry.layout_version,
+        model_digest=geometry.model_digest,
+        model_name=geometry.model_name,
+    )
+
+
+def pool_message(pool: Pool, device: str, start_time: float) -> types_pb2.Pool:
+    """The pool as it is now; `start_time` is wall-clock."""
+    counters = {name: getattr(pool.counters, name) for name in types_pb2.PoolCounters.DESCRIPTOR.fields_by_name}
+    return types_pb2.Pool(
+        epoch=pool.epoch,
+        block_size=pool.block_size,
+        geometry=None if pool.geometry is None else geometry_message(pool.geometry),
+        unit_bytes=pool.unit_bytes,
+        block_bytes=pool.block_bytes,
+        slab_bytes=pool.slab_bytes,
+        device=device,
+        usage=usage_message(pool.usage()),
+        counters=types_pb2.PoolCounters(**counters),
+        num_leases=pool.num_leases,
+        num_block_tables=pool.num_tables,
+        start_time=timestamp(start_time),
+    )
+
+
+def usage_message(usage: Usage) -> types_pb2.PoolUsage:
+    """Units by what they are doing."""
+    return types_pb2.PoolUsage(
+        total_blocks=usage.total,
+        free_blocks=usage.free,
+        held_blocks=usage.held,
+        cached_blocks=usage.cached,
+        quarantined_blocks=usage.quarantined,
+    )
+
+
+def block_message(view: BlockView) -> types_pb2.Block:
+    """One block. Only the device tier exists so far."""
+    holders = [
+        types_pb2.BlockHolder(lease_id=holder.lease_id, table_id=holder.table_id, ref_count=holder.ref_count)
+        for holder in view.holders
+    ]
+    return types_pb2.Block(
+        block_id=view.block_id,
+        state=cast("types_pb2.BlockState", view.state),
+        ref_count=view.ref_count,
+        format=cast("types_pb2.Format", view.format),
+        tier=types_pb2.TIER_DEVICE,
+        entry=view.entry,
+        sealed=view.sealed,
+        exact=view.exact,
+        num_tokens=view.num_tokens,
+        digest=view.digest,
+        holders=holders,
+        idle_time=duration(view.idle_s),
+    )
+
+
+def table_message(view: TableView, token_ids: Sequence[int] = ()) -> types_pb2.BlockTable:
+    """One block table, with the given token ids."""
+    return types_pb2.BlockTable(
+        table_id=view.table_id,
+        lease_id=view.lease_id,
+        holder=view.holder,
+        block_ids=view.blocks.block_ids,
+        entries=view.blocks.entries,
+        num_tokens=view.num_tokens,
+        cached_tokens=view.cached_tokens,
+        token_ids=token_ids,
+        priority=view.priority,
+        idle_time=duration(view.idle_s),
+    )
+
+
+def lease_message(view: LeaseView, now: float) -> types_pb2.Lease:
+    """One lease; its end is told in wall-clock time though it is kept on the monotonic clock."""
+    return types_pb2.Lease(
+        lease_id=view.lease_id,
+        holder=view.holder,
+        state=cast("types_pb2.LeaseState", view.state),
+        expire_time=timestamp(time.time() + view.deadline - now),
+        ttl=duration(view.ttl_s),
+    )
+
+
+def step_from(message: worker_service_pb2.Step) -> Step:
+    """A worker's step."""
+    return Step(
+        step_id=message.step_id,
+        commits=[Commit(commit.table_id, commit.token_ids) for commit in message.commits],
+        releases=message.release_table_ids,
+        creates=[
+            TableRequest(
+                token_ids=list(request.token_ids),
+                num_blocks=request.num_blocks,
+                salt=request.salt,
+                priority=request.priority,
+                no_match=request.no_match,
+                ref=request.ref,
+            )
+            for request in message.creates
+        ],
+        extends=[ExtendRequest(request.table_id, request.num_blocks, request.ref) for request in message.extends],
+    )
+
+
+def step_result(outcome: StepOutcome) -> worker_service_pb2.AttachResponse:
+    """The answer to a step."""
+    response = worker_service_pb2.AttachResponse()
+    result = response.step_result
+    result.step_id = outcome.step_id
+    for grant in outcome.grants:
+        result.grants.add(
+            ref=grant.ref,
+            table_id=grant.table_id,
+            cached_tokens=grant.cached_tokens,
+            block_ids=grant.blocks.block_ids,
+            entries=grant.blocks.entries,
+        )
+    for refusal in outcome.refusals:
+        result.refusals.add(
+            ref=refusal.ref,
+            reason=cast("worker_service_pb2.RefusalReason", refusal.reason),
+            available_blocks=refusal.available_blocks,
+            total_blocks=refusal.total_blocks,
+        )
+    return response

@@ -1,0 +1,236 @@
+"""PoolService: every method decodes, makes one call of the core, and encodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
+from memd import messages, paging
+from memd.core.pool import Pool
+from memd.core.values import BlockState, TableRequest
+from memd.requests import RequestMemory
+from memd.sessions import Sessions, draining_error
+from pagepool.errors import PagepoolError, Reason, invalid_field
+from pagepool.memd.v1 import pool_service_pb2 as pb
+
+MAX_CALL_BLOCKS = 250_000
+"""Blocks of one call whose answer stays under a client's default limit of 4 MiB."""
+
+_MAX_INTERVAL_S = 3600.0
+_DEFAULT_INTERVAL_S = 0.1
+_POLL_S = (0.01, 0.1)
+
+Answer = TypeVar("Answer", bound=Message)
+
+
+@dataclass(slots=True)
+class MemdLife:
+    """What the PoolServices of one memd life share. `start_time` is wall-clock."""
+
+    pool: Pool
+    clock: Callable[[], float]
+    start_time: float
+    sessions: Sessions
+    device: str = "host"
+    requests: RequestMemory = field(default_factory=RequestMemory)
+
+
+class PoolService:
+    """The pool as an API. A read-only one refuses what changes the pool and shows no token ids."""
+
+    def __init__(self, life: MemdLife, *, read_only: bool) -> None:
+        self._life = life
+        self._pool = life.pool
+        self._read_only = read_only
+
+    async def get_pool(self, _request: pb.GetPoolRequest, _context: Any) -> pb.GetPoolResponse:
+        """The pool as it is now."""
+        return pb.GetPoolResponse(pool=self._pool_message())
+
+    async def list_blocks(self, request: pb.ListBlocksRequest, _context: Any) -> pb.ListBlocksResponse:
+        """A page of blocks by rising id."""
+        size = paging.page_size(request.page_size, 1000, 10_000)
+        state = _block_state(request.state)
+        after = paging.decode(request.page_token, b"B", request.state, self._pool.require_epoch)
+        views = self._pool.blocks_after(after, size + 1, state, self._life.clock())
+        page = paging.Page(b"B", request.state, self._pool.epoch, size)
+        blocks, token = page.cut([messages.block_message(view) for view in views], "block_id")
+        return pb.ListBlocksResponse(blocks=blocks, next_page_token=token, epoch=self._pool.epoch)
+
+    async def get_block(self, request: pb.GetBlockRequest, _context: Any) -> pb.GetBlockResponse:
+        """One block."""
+        self._require_epoch_if_given(request.epoch)
+        view = self._pool.block(request.block_id, self._life.clock())
+        return pb.GetBlockResponse(block=messages.block_message(view), epoch=self._pool.epoch)
+
+    async def list_block_tables(self, request: pb.ListBlockTablesRequest, _context: Any) -> pb.ListBlockTablesResponse:
+        """A page of block tables by rising id."""
+        size = paging.page_size(request.page_size, 100, 1000)
+        after = paging.decode(request.page_token, b"T", 0, self._pool.require_epoch)
+        views = self._pool.tables_after(after, size + 1, self._life.clock())
+        page = paging.Page(b"T", 0, self._pool.epoch, size)
+        tables, token = page.cut([messages.table_message(view) for view in views], "table_id")
+        return pb.ListBlockTablesResponse(block_tables=tables, next_page_token=token, epoch=self._pool.epoch)
+
+    async def get_block_table(self, request: pb.GetBlockTableRequest, _context: Any) -> pb.GetBlockTableResponse:
+        """One block table; its token ids only where they may be seen."""
+        self._require_epoch_if_given(request.epoch)
+        view = self._pool.table(request.table_id, self._life.clock())
+        table = messages.table_message(view, () if self._read_only else view.token_ids)
+        return pb.GetBlockTableResponse(block_table=table, epoch=self._pool.epoch)
+
+    async def watch_pool(self, request: pb.WatchPoolRequest, _context: Any) -> AsyncIterator[pb.WatchPoolResponse]:
+        """The pool now, and after each change, at most once an interval."""
+        interval = _interval(request.min_interval)
+        poll = min(max(interval, _POLL_S[0]), _POLL_S[1])
+        while True:
+            version, sent = self._pool.version, self._life.clock()
+            yield pb.WatchPoolResponse(pool=self._pool_message())
+            while self._pool.version == version or self._life.clock() < sent + interval:
+                if self._life.sessions.draining:
+                    raise draining_error()
+                await asyncio.sleep(poll)
+
+    async def create_lease(self, request: pb.CreateLeaseRequest, _context: Any) -> pb.CreateLeaseResponse:
+        """A lease for a client."""
+
+        def call(now: float) -> pb.CreateLeaseResponse:
+            if not request.HasField("ttl"):
+                raise invalid_field("ttl", "not set", "above 0", "say how long the lease shall live without a renewal")
+            if self._life.sessions.draining:
+                raise draining_error()
+            lease = self._pool.create_lease(request.holder, messages.seconds(request.ttl), now)
+            return pb.CreateLeaseResponse(lease=messages.lease_message(lease, now), epoch=self._pool.epoch)
+
+        return self._changing(request, call)
+
+    async def renew_lease(self, request: pb.RenewLeaseRequest, _context: Any) -> pb.RenewLeaseResponse:
+        """More time for a lease."""
+
+        def call(now: float) -> pb.RenewLeaseResponse:
+            lease = self._pool.renew_lease(request.lease_id, now)
+            return pb.RenewLeaseResponse(lease=messages.lease_message(lease, now))
+
+        return self._changing(request, call)
+
+    async def release_lease(self, request: pb.ReleaseLeaseRequest, _context: Any) -> pb.ReleaseLeaseResponse:
+        """The end of a lease."""
+
+        def call(now: float) -> pb.ReleaseLeaseResponse:
+            self._pool.release_lease(request.lease_id, now)
+            return pb.ReleaseLeaseResponse()
+
+        return self._changing(request, call)
+
+    async def allocate_blocks(self, request: pb.AllocateBlocksRequest, _context: Any) -> pb.AllocateBlocksResponse:
+        """Blocks for a lease."""
+
+        def call(now: float) -> pb.AllocateBlocksResponse:
+            _limit_blocks(request.num_blocks)
+            run = self._pool.allocate_blocks(request.lease_id, request.num_blocks, now)
+            return pb.AllocateBlocksResponse(block_ids=run.block_ids, entries=run.entries)
+
+        return self._changing(request, call)
+
+    async def free_blocks(self, request: pb.FreeBlocksRequest, _context: Any) -> pb.FreeBlocksResponse:
+        """References dropped."""
+
+        def call(now: float) -> pb.FreeBlocksResponse:
+            self._pool.free_blocks(request.lease_id, list(request.block_ids), now)
+            return pb.FreeBlocksResponse()
+
+        return self._changing(request, call)
+
+    async def share_blocks(self, request: pb.ShareBlocksRequest, _context: Any) -> pb.ShareBlocksResponse:
+        """References added."""
+
+        def call(now: float) -> pb.ShareBlocksResponse:
+            self._pool.share_blocks(request.lease_id, list(request.block_ids), now)
+            return pb.ShareBlocksResponse()
+
+        return self._changing(request, call)
+
+    async def create_block_table(
+        self, request: pb.CreateBlockTableRequest, _context: Any
+    ) -> pb.CreateBlockTableResponse:
+        """A table, its prefix matched."""
+
+        def call(now: float) -> pb.CreateBlockTableResponse:
+            _limit_blocks(request.num_blocks)
+            asked = TableRequest(list(request.token_ids), request.num_blocks, request.salt, request.priority)
+            view = self._pool.create_table(request.lease_id, asked, now)
+            return pb.CreateBlockTableResponse(block_table=messages.table_message(view))
+
+        return self._changing(request, call)
+
+    async def extend_block_table(
+        self, request: pb.ExtendBlockTableRequest, _context: Any
+    ) -> pb.ExtendBlockTableResponse:
+        """More blocks for a table."""
+
+        def call(now: float) -> pb.ExtendBlockTableResponse:
+            _limit_blocks(request.num_blocks)
+            run = self._pool.extend_table(request.lease_id, request.table_id, request.num_blocks, now)
+            return pb.ExtendBlockTableResponse(block_ids=run.block_ids, entries=run.entries)
+
+        return self._changing(request, call)
+
+    async def release_block_table(
+        self, request: pb.ReleaseBlockTableRequest, _context: Any
+    ) -> pb.ReleaseBlockTableResponse:
+        """The end of a table."""
+
+        def call(now: float) -> pb.ReleaseBlockTableResponse:
+            self._pool.release_table(request.lease_id, request.table_id, now)
+            return pb.ReleaseBlockTableResponse()
+
+        return self._changing(request, call)
+
+    def _changing(self, request: Any, call: Callable[[float], Answer]) -> Answer:
+        """One command: refused on a read-only listener or of another epoch, remembered by its request id."""
+        if self._read_only:
+            raise read_only_error(request.DESCRIPTOR.name.removesuffix("Request"))
+        now, named = self._life.clock(), request.DESCRIPTOR.fields_by_name
+        if "epoch" in named:
+            self._pool.require_epoch(request.epoch)
+        request_id = request.request_id if "request_id" in named else ""
+        answer = self._life.requests.once(request_id, request, now, lambda: call(now))
+        self._life.sessions.publish()
+        return answer
+
+    def _require_epoch_if_given(self, epoch: int) -> None:
+        if epoch:
+            self._pool.require_epoch(epoch)
+
+    def _pool_message(self) -> Any:
+        return messages.pool_message(self._pool, self._life.device, self._life.start_time)
+
+
+def read_only_error(method: str) -> PagepoolError:
+    """A call that TCP does not offer."""
+    message = f"{method} is served on memd's Unix socket only, since there is no access control over TCP yet"
+    return PagepoolError(Reason.READ_ONLY_LISTENER, message, method=method)
+
+
+def _interval(message: Duration) -> float:
+    interval = messages.seconds(message)
+    if not 0 <= interval <= _MAX_INTERVAL_S:
+        raise invalid_field("min_interval", f"{interval} s", "from 0 to 1 hour", "leave it out to get 100 ms")
+    return interval or _DEFAULT_INTERVAL_S
+
+
+def _block_state(number: int) -> BlockState | None:
+    if number and number not in set(BlockState):
+        raise invalid_field("state", number, "a BlockState", "leave it out to get all blocks")
+    return BlockState(number) if number else None
+
+
+def _limit_blocks(num_blocks: int) -> None:
+    if num_blocks > MAX_CALL_BLOCKS:
+        limit = f"at most {MAX_CALL_BLOCKS} in one call"
+        raise invalid_field("num_blocks", num_blocks, limit, "ask for the rest in further calls")

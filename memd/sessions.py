@@ -1,0 +1,177 @@
+"""The living Attach streams: news to their workers, and the passing of time for their leases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Protocol
+
+import structlog
+
+from memd.core.pool import Pool
+from memd.core.values import LeaseState, LeaseView
+from memd.messages import duration
+from pagepool.errors import PagepoolError, Reason
+from pagepool.handlers import Stream
+from pagepool.memd.v1.worker_service_pb2 import AttachResponse, Capacity, Drain
+
+_log = structlog.get_logger("memd.sessions")
+
+
+class Locks(Protocol):
+    """What tells whether a worker's process is gone; memd.device.locks.LeaseLocks."""
+
+    def hold(self, name: str) -> None:
+        """Begin to watch a worker's lease file; INVALID_FIELD unless it is locked."""
+
+    def is_free(self, name: str) -> bool:
+        """Whether its process is gone."""
+
+    def drop(self, name: str) -> None:
+        """End the watch."""
+
+
+class Session:
+    """One Attach stream. Answers and news share it; news of one kind not yet sent are replaced by newer ones."""
+
+    def __init__(self, stream: Stream, lease: LeaseView) -> None:
+        self._stream = stream
+        self.lease_id = lease.lease_id
+        self.lock_file = lease.lock_file
+        self.name = lease.holder
+        self._news: dict[str, AttachResponse] = {}
+        self._has_news = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def write(self, response: AttachResponse) -> None:
+        """Sends one message; waits for a reader that is slow."""
+        async with self._writing:
+            await self._stream.write(response)
+
+    def tell(self, news: AttachResponse) -> None:
+        """Sends a message of memd's own accord, soon."""
+        self._news[str(news.WhichOneof("message"))] = news
+        self._has_news.set()
+
+    def end(self, error: PagepoolError) -> None:
+        """Ends the stream with an error."""
+        if not self._over.done():
+            self._over.set_exception(error)
+
+    async def run(self, serving: Coroutine[Any, Any, None]) -> None:
+        """Until `serving` is done, or `end` is called, which raises here."""
+        tasks = [asyncio.create_task(serving), asyncio.create_task(self._tell())]
+        try:
+            done, _ = await asyncio.wait([*tasks, self._over], return_when=asyncio.FIRST_COMPLETED)
+            for finished in done:
+                finished.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if not self._over.done():
+                self._over.cancel()
+
+    async def _tell(self) -> None:
+        while True:
+            await self._has_news.wait()
+            self._has_news.clear()
+            while self._news:
+                await self.write(self._news.pop(next(iter(self._news))))
+
+
+class Sessions:
+    """All sessions by lease. Everything here runs on the event loop, between two commands of the pool."""
+
+    def __init__(self, pool: Pool, locks: Locks, clock: Callable[[], float]) -> None:
+        self._pool = pool
+        self._locks = locks
+        self._clock = clock
+        self._by_lease: dict[int, Session] = {}
+        self._nobody = asyncio.Event()
+        self._nobody.set()
+        self.draining = False
+
+    def open(self, session: Session) -> None:
+        """A stream speaks for its lease from now on; one that did so before is ended."""
+        if (former := self._by_lease.get(session.lease_id)) is not None:
+            message = f"lease {session.lease_id} was taken up by another stream of the same worker; use that one"
+            former.end(PagepoolError(Reason.LEASE_LOST, message, lease_id=session.lease_id))
+        self._by_lease[session.lease_id] = session
+        self._nobody.clear()
+
+    def close(self, session: Session) -> None:
+        """A stream has ended. Unless its lease has ended too, it can be reclaimed until its deadline."""
+        if self._by_lease.get(session.lease_id) is not session:
+            return
+        del self._by_lease[session.lease_id]
+        self._pool.stream_broken(session.lease_id)
+        self._drop_lock(session.lock_file)
+        if not self._by_lease:
+            self._nobody.set()
+
+    def publish(self) -> None:
+        """Tells workers that were refused that there are blocks again."""
+        for lease_id, available in self._pool.take_capacity_news():
+            if (session := self._by_lease.get(lease_id)) is not None:
+                session.tell(AttachResponse(capacity=Capacity(available_blocks=available)))
+
+    def tick(self) -> None:
+        """Ends what is late and returns what belonged to processes that are gone."""
+        now = self._clock()
+        for lease in self._pool.tick(now):
+            _log.warning("lease lost", lease_id=lease.lease_id, holder=lease.holder, worker=lease.is_worker)
+            if lease.state is LeaseState.LOST and (session := self._by_lease.get(lease.lease_id)) is not None:
+                session.end(_late(lease))
+        for lease_id, lock_file in self._pool.waiting_for_process():
+            if self._locks.is_free(lock_file):
+                _log.info("worker's process is gone, its blocks return", lease_id=lease_id, lock_file=lock_file)
+                self._pool.process_gone(lease_id, now)
+                self._drop_lock(lock_file)
+        self.publish()
+
+    async def keep_time(self, interval_s: float) -> None:
+        """Ticks until cancelled."""
+        while True:
+            self.tick()
+            await asyncio.sleep(interval_s)
+
+    async def drain(self, grace_s: float) -> None:
+        """Asks every worker to detach; ends the streams of those that have not within the grace."""
+        self.draining = True
+        for session in self._by_lease.values():
+            session.tell(AttachResponse(drain=Drain(grace=duration(grace_s))))
+        if await _within(grace_s, self._nobody.wait()):
+            return
+        for session in self._by_lease.values():
+            _log.warning("worker has not detached in time", lease_id=session.lease_id, holder=session.name)
+            session.end(draining_error())
+        await _within(1.0, self._nobody.wait())
+
+    def _drop_lock(self, lock_file: str) -> None:
+        used = {session.lock_file for session in self._by_lease.values()}
+        used.update(name for _, name in self._pool.waiting_for_process())
+        if lock_file not in used:
+            self._locks.drop(lock_file)
+
+
+def draining_error() -> PagepoolError:
+    """The answer while memd is on its way out."""
+    return PagepoolError(Reason.DRAINING, "memd is stopping; connect again later", retry_after_s=1.0)
+
+
+def _late(lease: LeaseView) -> PagepoolError:
+    message = (
+        f"lease {lease.lease_id} is lost: nothing was heard from its worker for {lease.ttl_s:g} s; "
+        "stop using the mapping, drop the lock, attach anew"
+    )
+    return PagepoolError(Reason.LEASE_LOST, message, lease_id=lease.lease_id, heartbeat_timeout_s=lease.ttl_s)
+
+
+async def _within(seconds: float, waiting: Awaitable[Any]) -> bool:
+    try:
+        await asyncio.wait_for(waiting, seconds)
+    except TimeoutError:
+        return False
+    return True

@@ -1,0 +1,123 @@
+"""WorkerService: the Attach stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from memd import messages
+from memd.core.pool import Pool
+from memd.service import read_only_error
+from memd.sessions import Locks, Session, Sessions, draining_error
+from pagepool.errors import PagepoolError, Reason
+from pagepool.handlers import Stream
+from pagepool.memd.v1 import worker_service_pb2 as pb
+
+BEATS_PER_TIMEOUT = 5
+"""Heartbeats that a worker is asked to send within the time that it has for one."""
+
+_BREAKS_LEASE = frozenset({Reason.PROTOCOL_VIOLATION, Reason.INVALID_FIELD})
+
+_log = structlog.get_logger("memd.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTerms:
+    """What every worker gets: how long it may be silent, and the slab file to map."""
+
+    heartbeat_timeout_s: float
+    slab_path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerService:
+    """Gives workers their leases. A read-only one refuses every worker."""
+
+    pool: Pool
+    sessions: Sessions
+    locks: Locks
+    terms: WorkerTerms
+    clock: Callable[[], float]
+    read_only: bool = False
+
+    async def attach(self, stream: Stream) -> None:
+        """One worker, from Hello to Detach or the end of its stream."""
+        if self.read_only:
+            raise read_only_error("Attach")
+        session, welcome = await self._hello(stream)
+        log = _log.bind(lease_id=session.lease_id, worker=session.name)
+        log.info("worker attached", reclaimed=welcome.welcome.reclaimed)
+        try:
+            await session.write(welcome)
+            await session.run(self._serve(session, stream))
+        except PagepoolError as error:
+            log.warning("worker's stream ends", reason=str(error.reason), message=error.message)
+            if error.reason in _BREAKS_LEASE:
+                self.pool.fail_lease(session.lease_id)
+            raise
+        finally:
+            self.sessions.close(session)
+            log.info("worker's stream ended")
+
+    async def _hello(self, stream: Stream) -> tuple[Session, pb.AttachResponse]:
+        request = await stream.read()
+        if request is None or request.WhichOneof("message") != "hello":
+            raise _violation("the first message of a stream must be Hello")
+        if self.sessions.draining:
+            raise draining_error()
+        hello: pb.Hello = request.hello
+        geometry = messages.geometry_from(hello.geometry)
+        self.locks.hold(hello.lock_file)
+        self.pool.declare(geometry)
+        reclaim = (hello.reclaim_epoch, hello.reclaim_lease_id) if hello.reclaim_lease_id else None
+        timeout_s = self.terms.heartbeat_timeout_s
+        attached = self.pool.attach(hello.worker_name, hello.lock_file, timeout_s, self.clock(), reclaim)
+        session = Session(stream, attached.lease)
+        self.sessions.open(session)
+        return session, self._welcome(attached.lease.lease_id, reclaimed=attached.reclaimed)
+
+    def _welcome(self, lease_id: int, *, reclaimed: bool) -> pb.AttachResponse:
+        timeout_s = self.terms.heartbeat_timeout_s
+        slab = pb.Slab(size_bytes=self.pool.slab_bytes)
+        slab.shared_memory.path = str(self.terms.slab_path)
+        welcome = pb.Welcome(
+            epoch=self.pool.epoch,
+            lease_id=lease_id,
+            reclaimed=reclaimed,
+            heartbeat_interval=messages.duration(timeout_s / BEATS_PER_TIMEOUT),
+            heartbeat_timeout=messages.duration(timeout_s),
+            block_size=self.pool.block_size,
+            unit_bytes=self.pool.unit_bytes,
+            num_blocks=self.pool.num_blocks,
+            slabs=[slab],
+        )
+        return pb.AttachResponse(welcome=welcome)
+
+    async def _serve(self, session: Session, stream: Stream) -> None:
+        """The token path: one message in, one out, nothing awaited in between."""
+        lease_id = session.lease_id
+        while (request := await stream.read()) is not None:
+            match request.WhichOneof("message"):
+                case "step":
+                    outcome = self.pool.step(lease_id, messages.step_from(request.step), self.clock())
+                    await session.write(messages.step_result(outcome))
+                    self.sessions.publish()
+                case "heartbeat":
+                    self.pool.heartbeat(lease_id, self.clock())
+                    ack = pb.HeartbeatAck(sequence=request.heartbeat.sequence)
+                    await session.write(pb.AttachResponse(heartbeat_ack=ack))
+                case "detach":
+                    self.pool.detach(lease_id, self.clock())
+                    self.sessions.publish()
+                    await session.write(pb.AttachResponse(detach_ack=pb.DetachAck()))
+                    return
+                case _:
+                    raise _violation("after Hello only Heartbeat, Step and Detach may come, one in each message")
+
+
+def _violation(what: str) -> PagepoolError:
+    message = f"{what}; the stream ends, and its lease with it: mend the worker"
+    return PagepoolError(Reason.PROTOCOL_VIOLATION, message, what=what)
