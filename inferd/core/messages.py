@@ -125,7 +125,11 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A request ended in an error; the fields are those of pagepool.errors.PagepoolError."""
+    """A request ended in an error; the fields are those of pagepool.errors.PagepoolError.
+
+    Request 0 is the engine itself: it cannot start with what it was told (a model that cannot be served, another
+    geometry than the pool's), and exits next. The front reports it and exits too, instead of starting it again.
+    """
 
     request: int
     reason: str
