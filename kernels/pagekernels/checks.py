@@ -1,0 +1,104 @@
+"""Shapes, checked once on the host and declaratively, so that kernels may trust them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagekernels.layout import Format, LayerShape, PagedLayout
+from pagekernels.ops import Array, AttentionBatch, AttentionParams
+
+ELEMENT = {
+    Format.F32: (np.dtype(np.float32),),
+    Format.F16: (np.dtype(np.float32), np.dtype(np.uint16)),
+    Format.BF16: (np.dtype(np.float32), np.dtype(np.uint16)),
+}
+"""What a pool of each native format takes and gives: float32, or its own 16-bit pattern. FP8 is never native."""
+
+INT32, INT64, UINT32, FLOAT32 = (np.dtype(t) for t in (np.int32, np.int64, np.uint32, np.float32))
+
+
+def bind(pattern: str, sizes: dict[str, int], **arrays: Array) -> None:
+    """Match each array's shape against its part of `pattern` ("T H D, T"), by order; letters bind into `sizes`.
+
+    A part's letter may be "S+1". Raises ValueError naming array, letter, size and the size it must have.
+    """
+    for part, (name, array) in zip(pattern.split(","), arrays.items(), strict=True):
+        letters = part.split()
+        shape = array.shape
+        if len(shape) != len(letters):
+            raise ValueError(f"{name} has shape {shape}, but must be [{', '.join(letters)}]")
+        for letter, size in zip(letters, shape, strict=True):
+            base, _, plus = letter.partition("+")
+            bound = sizes.setdefault(base, size - int(plus or 0)) + int(plus or 0)
+            if size != bound:
+                raise ValueError(
+                    f"{name} has shape {shape}, but must be [{', '.join(letters)}]: {letter} is {bound}, not {size}"
+                )
+
+
+def check_dtype(name: str, array: Array, *allowed: np.dtype[np.generic]) -> None:
+    """Raises ValueError unless the array has one of the dtypes."""
+    if array.dtype not in allowed:
+        raise ValueError(f"{name} is {array.dtype}, but must be {' or '.join(map(str, allowed))}")
+
+
+def check_layer(layout: PagedLayout, layer: int) -> LayerShape:
+    """The layer's shape; raises ValueError unless it exists."""
+    if not 0 <= layer < len(layout.layers):
+        raise ValueError(f"layer is {layer}, but the layout has {len(layout.layers)} layers")
+    return layout.layers[layer]
+
+
+def check_append(layout: PagedLayout, layer: int, k: Array, v: Array, slots: Array) -> None:
+    """Raises ValueError on arguments that PagedOps.append cannot take."""
+    shape = check_layer(layout, layer)
+    bind("T H D,T H Dv,T", letters(shape), k=k, v=v, slots=slots)
+    check_dtype("k", k, *ELEMENT[layout.format])
+    check_dtype("v", v, k.dtype)
+    check_dtype("slots", slots, INT64)
+
+
+def check_attend(
+    layout: PagedLayout, layer: int, q: Array, out: Array, batch: AttentionBatch, params: AttentionParams
+) -> None:
+    """Raises ValueError on arguments that PagedOps.attend cannot take."""
+    shape = check_layer(layout, layer)
+    sizes = letters(shape)
+    bind("T Hq D,T Hq Dv", sizes, q=q, out=out)
+    bind("S+1,S,S M", sizes, cu_q_lens=batch.cu_q_lens, kv_lens=batch.kv_lens, block_tables=batch.block_tables)
+    if sizes["Hq"] % shape.num_kv_heads:
+        raise ValueError(f"q has Hq = {sizes['Hq']} heads, but must have a multiple of H = {shape.num_kv_heads}")
+    check_dtype("q", q, *ELEMENT[layout.format])
+    check_dtype("out", out, q.dtype)
+    check_dtype("cu_q_lens", batch.cu_q_lens, INT32)
+    check_dtype("kv_lens", batch.kv_lens, INT32)
+    check_dtype("block_tables", batch.block_tables, UINT32)
+    if params.sinks is not None:
+        bind("Hq", sizes, sinks=params.sinks)
+        check_dtype("sinks", params.sinks, FLOAT32)
+    for name in ("window", "chunk", "softcap"):
+        if not getattr(params, name) >= 0:
+            raise ValueError(f"{name} is {getattr(params, name)}, but must be 0 (none) or positive")
+
+
+def check_gather(layout: PagedLayout, layer: int, table: Array, length: int, k: Array, v: Array) -> None:
+    """Raises ValueError on arguments that PagedOps.gather cannot take."""
+    sizes = letters(check_layer(layout, layer)) | {"length": length}
+    bind("H length D,H length Dv,M", sizes, k=k, v=v, table=table)
+    check_dtype("k", k, *ELEMENT[layout.format])
+    check_dtype("v", v, k.dtype)
+    check_dtype("table", table, UINT32)
+    if length > sizes["M"] * layout.block_size:
+        raise ValueError(f"length is {length}, but the table's {sizes['M']} blocks hold {layout.block_size} each")
+
+
+def check_copy(sources: Array, targets: Array) -> None:
+    """Raises ValueError on arguments that PagedOps.copy_blocks cannot take."""
+    bind("N,N", {}, sources=sources, targets=targets)
+    check_dtype("sources", sources, UINT32)
+    check_dtype("targets", targets, UINT32)
+
+
+def letters(shape: LayerShape) -> dict[str, int]:
+    """The letters that a layer fixes."""
+    return {"H": shape.num_kv_heads, "D": shape.head_dim_k, "Dv": shape.head_dim_v}

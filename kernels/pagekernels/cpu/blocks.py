@@ -1,0 +1,68 @@
+"""Reading blocks where they lie. The one place that knows a table entry's bits and the formats.
+
+`words` and `halves` are the slab as float32 and as uint16; `place` says where one layer's KV head lies in it:
+    0 unit_bytes   1 elements before the head's first K row   2 B   3 D   4 Dv
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagekernels.cpu.floats import F16, bf16_to_f32, f16_to_f32
+from pagekernels.cpu.jit import exact
+from pagekernels.layout import MAX_SLABS, MAX_UNITS, Format
+
+F32, BF16 = int(Format.F32), int(Format.BF16)
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+Halves = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
+Entries = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
+
+
+@exact
+def entry_format(entry: np.uint32) -> int:
+    """layout.unpack_entry(entry)[0]"""
+    return np.int64(entry) >> 29
+
+
+@exact
+def entry_unit(entry: np.uint32) -> int:
+    """layout.unpack_entry(entry)[2]"""
+    return np.int64(entry) & (MAX_UNITS - 1)
+
+
+@exact
+def block_units(fmt: int) -> int:
+    """Format.itemsize, or 0 where the format is unknown."""
+    if fmt == F32:
+        return 4
+    return 2 if fmt == F16 or fmt == BF16 else 0
+
+
+@exact
+def readable(entry: np.uint32, num_units: int) -> bool:
+    """Whether the entry names a block of a known format that lies wholly in the slab."""
+    units = block_units(entry_format(entry))
+    here = (np.int64(entry) >> 26) & (MAX_SLABS - 1) == 0
+    return units > 0 and here and entry_unit(entry) + units <= num_units
+
+
+@exact
+def block_rows(
+    words: Floats, halves: Halves, entry: np.uint32, unit_bytes: int, element: int, count: int, scratch: Floats
+) -> tuple[Floats, int]:
+    """`count` float32 elements of a block from `element` on, as (array, index of the first).
+
+    float32 is read in place; what is narrower is widened into `scratch` first.
+    """
+    fmt = entry_format(entry)
+    first = entry_unit(entry) * unit_bytes
+    if fmt == F32:
+        return words, first // 4 + element
+    start = first // 2 + element
+    if fmt == F16:
+        for i in range(count):
+            scratch[i] = f16_to_f32(halves[start + i])
+    else:
+        for i in range(count):
+            scratch[i] = bf16_to_f32(halves[start + i])
+    return scratch, 0

@@ -1,0 +1,120 @@
+"""Scalar floating point that LLVM can vectorise: 16-bit formats by bit patterns, exp and tanh by polynomials."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from pagekernels.cpu.jit import exact
+from pagekernels.layout import Format
+
+F16 = int(Format.F16)
+
+_LOG2E = np.float32(math.log2(math.e))
+_LN2_HIGH = np.float32(0.693359375)
+_LN2_LOW = np.float32(-2.12194440e-4)
+_ROUND = np.float32(1.5 * 2**23)
+_LOWEST = np.float32(-87.0)
+
+
+@exact
+def bits_of(value: np.float32) -> np.uint32:
+    """The bit pattern."""
+    return np.float32(value).view(np.uint32)
+
+
+@exact
+def float_of(bits: np.uint32) -> np.float32:
+    """The float32 of a bit pattern."""
+    return np.uint32(bits).view(np.float32)
+
+
+@exact
+def bf16_to_f32(bits: np.uint16) -> np.float32:
+    """Exact."""
+    return float_of(np.uint32(bits) << np.uint32(16))
+
+
+@exact
+def f16_to_f32(bits: np.uint16) -> np.float32:
+    """Exact, subnormals, infinities and NaN included: shift the exponent in, then rebias it by a multiplication."""
+    wide = np.uint32(bits)
+    magnitude = np.uint32((wide & np.uint32(0x7FFF)) << np.uint32(13))
+    rebiased = bits_of(float_of(magnitude) * np.float32(2.0**112))
+    special = np.uint32(magnitude | np.uint32(0x7F800000))
+    value = special if (wide & np.uint32(0x7C00)) == np.uint32(0x7C00) else rebiased
+    return float_of(value | np.uint32((wide & np.uint32(0x8000)) << np.uint32(16)))
+
+
+@exact
+def f32_to_bf16(value: np.float32) -> np.uint16:
+    """Rounds to nearest, ties to even."""
+    bits = bits_of(value)
+    if value != value:
+        return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
+    return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@exact
+def f32_to_f16(value: np.float32) -> np.uint16:
+    """Rounds to nearest, ties to even; too large becomes infinity, too small a subnormal or zero."""
+    bits = bits_of(value)
+    sign = np.uint32((bits >> np.uint32(16)) & np.uint32(0x8000))
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    if magnitude > np.uint32(0x7F800000):
+        return np.uint16(sign | np.uint32(0x7E00))
+    if magnitude >= np.uint32(0x47800000):
+        return np.uint16(sign | np.uint32(0x7C00))
+    if magnitude < np.uint32(0x38800000):
+        # Adding 0.5 leaves the subnormal's bits, rounded by the hardware, at the bottom of the sum.
+        shifted = bits_of(float_of(magnitude) + np.float32(0.5))
+        return np.uint16(sign | np.uint32(shifted - np.uint32(0x3F000000)))
+    odd = np.uint32((magnitude >> np.uint32(13)) & np.uint32(1))
+    return np.uint16(sign | np.uint32((magnitude - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)))
+
+
+@exact
+def half_to_f32(fmt: int, bits: np.uint16) -> np.float32:
+    """The value of a 16-bit pattern of `fmt`."""
+    return f16_to_f32(bits) if fmt == F16 else bf16_to_f32(bits)
+
+
+@exact
+def f32_to_half(fmt: int, value: np.float32) -> np.uint16:
+    """The nearest 16-bit pattern of `fmt`."""
+    return f32_to_f16(value) if fmt == F16 else f32_to_bf16(value)
+
+
+@exact
+def exp(x: np.float32) -> np.float32:
+    """e**x for x <= 0 within 2 ulp; exactly 0 below -87 (and at -inf), exactly 1 at 0, NaN stays NaN."""
+    shifted = x * _LOG2E + _ROUND
+    n = shifted - _ROUND
+    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    # The rounded exponent sits in the low bits of `shifted`; moved up it becomes the float 2**n's exponent field.
+    power = float_of(np.uint32(bits_of(shifted) + np.uint32(127)) << np.uint32(23))
+    return np.float32(0.0) if x < _LOWEST else p * power
+
+
+@exact
+def tanh(x: np.float32) -> np.float32:
+    """Within 4 ulp."""
+    a = abs(x)
+    e = exp(np.float32(-2.0) * a)
+    large = (np.float32(1.0) - e) / (np.float32(1.0) + e)
+    s = a * a
+    p = np.float32(62.0 / 2835.0)
+    p = p * s - np.float32(17.0 / 315.0)
+    p = p * s + np.float32(2.0 / 15.0)
+    p = p * s - np.float32(1.0 / 3.0)
+    small = a + a * s * p
+    value = small if a < np.float32(0.25) else large
+    return -value if x < np.float32(0.0) else value

@@ -1,0 +1,34 @@
+"""Moving query and output rows between arrays and scratch, in either element type.
+
+Every q, out, k and v travels as a pair (float32 array, 16-bit array) of which the unused one is empty: one compiled
+kernel serves all formats.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagekernels.cpu.blocks import Floats, Halves
+from pagekernels.cpu.floats import f32_to_half, half_to_f32
+from pagekernels.cpu.jit import exact
+
+
+@exact
+def element(x32: Floats, x16: Halves, fmt: int, t: int, h: int, d: int) -> np.float32:
+    """x[t, h, d] as float32."""
+    return x32[t, h, d] if len(x32) else half_to_f32(fmt, x16[t, h, d])
+
+
+@exact
+def store(x32: Floats, x16: Halves, fmt: int, t: int, h: int, d: int, value: np.float32) -> None:
+    """x[t, h, d] = value, rounded to the pair's type."""
+    if len(x32):
+        x32[t, h, d] = value
+    else:
+        x16[t, h, d] = f32_to_half(fmt, value)
+
+
+@exact
+def merge_scale(old: np.float32, new: np.float32) -> np.float32:
+    """What maxima to subtract: `new`, or 0 while nothing has been seen."""
+    return new if new > -np.inf else np.float32(0.0)
