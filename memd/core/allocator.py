@@ -68,7 +68,10 @@ class FrameQueue:
         frame = self._after[self._head]
         if frame == self._head:
             raise InvariantError("a frame is taken out of an empty queue")
-        self.remove(frame)
+        second = self._after[frame]
+        self._after[self._head], self._before[second] = second, self._head
+        self._after[frame] = self._before[frame] = NOWHERE
+        self._length -= 1
         return frame
 
 
@@ -90,12 +93,13 @@ class Allocator:
         """Frames that can be taken."""
         return self.num_frames - self._unused + len(self._returned)
 
-    def take(self) -> int:
-        """A free frame."""
-        if self._unused < self.num_frames:
-            self._unused += 1
-            return self._unused - 1
-        return self._returned.pop()
+    def take(self, count: int) -> list[int]:
+        """That many free frames; there must be so many."""
+        fresh = min(count, self.num_frames - self._unused)
+        frames = list(range(self._unused, self._unused + fresh))
+        self._unused += fresh
+        frames.extend(self._returned.pop() for _ in range(count - fresh))
+        return frames
 
     def give_back(self, frame: int) -> None:
         """Make a taken frame free."""

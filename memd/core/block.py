@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from memd.core.errors import InvariantError
 
@@ -56,15 +57,17 @@ class Blocks:
         self.digests = [b""] * num_frames
         self.salts: dict[int, bytes] = {}
 
-    def occupy(self, frame: int, holders: Holders, now: float) -> None:
-        """Begin a new, empty block in a frame."""
-        if self.ids[frame]:
-            raise InvariantError(f"frame {frame} is granted while block {self.ids[frame]} is in it")
-        self.ids[frame] = self.next_id
-        self.frame_of[self.next_id] = frame
-        self.next_id += 1
-        self.holders[frame] = holders
-        self.touched[frame] = now
+    def occupy(self, frames: Sequence[int], holders: Holders, now: float) -> None:
+        """Begin a new, empty block in each of these frames."""
+        ids = range(self.next_id, self.next_id + len(frames))
+        for frame, block_id in zip(frames, ids, strict=True):
+            if self.ids[frame]:
+                raise InvariantError(f"frame {frame} is granted while block {self.ids[frame]} is in it")
+            self.ids[frame] = block_id
+            self.holders[frame] = holders
+            self.touched[frame] = now
+        self.frame_of.update(zip(ids, frames, strict=True))
+        self.next_id = ids.stop
 
     def vacate(self, frame: int) -> None:
         """End the block in a frame; nobody may refer to it."""
@@ -73,9 +76,10 @@ class Blocks:
         del self.frame_of[self.ids[frame]]
         self.ids[frame] = 0
         self.num_tokens[frame] = 0
-        self.prefixes[frame] = self.parents[frame] = 0
-        self.digests[frame] = b""
-        self.salts.pop(frame, None)
+        if self.prefixes[frame]:
+            self.prefixes[frame] = self.parents[frame] = 0
+            self.digests[frame] = b""
+            self.salts.pop(frame, None)
 
     def drop_reference(self, frame: int, holder: int) -> bool:
         """Drop one reference of a holder; whether it was the last of all."""

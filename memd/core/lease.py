@@ -28,6 +28,7 @@ class Lease:
     references: dict[int, int] = field(default_factory=dict)  # frame: references held directly; clients only
     last_step: int = 0
     answers: deque[StepOutcome] = field(default_factory=lambda: deque(maxlen=MAX_REPLAYED_STEPS))
+    lost_because: str = ""
     replaying: bool = False  # reclaimed, and no new step yet
 
     @property

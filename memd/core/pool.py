@@ -25,7 +25,7 @@ from memd.core.values import (
     TableView,
     Usage,
 )
-from memd.core.workers import WorkerLeases
+from memd.core.workers import SILENCE, WorkerLeases
 from pagepool.errors import PagepoolError, Reason, invalid_field
 
 T = TypeVar("T")
@@ -234,11 +234,11 @@ class Pool:
     # -- time
 
     def tick(self, now: float) -> list[LeaseView]:
-        """End what is late and say whose: workers' leases are LOST now, clients' have ended and freed what they held."""
+        """End the leases that are late and return them: workers' are LOST now, clients' have freed what they held."""
         late = [lease for lease in self._state.leases.values() if lease.is_late(now)]
         for lease in late:
             if lease.is_worker:
-                self._workers.lose(lease)
+                self._workers.lose(lease, SILENCE)
             else:
                 self._clients.expire(lease, now)
         return [lease.view() for lease in late]
@@ -276,7 +276,7 @@ class Pool:
         return views.tables_after(self._state, table_id, limit, now)
 
     def check(self) -> None:
-        """Verify the whole invariant (see memd.core.check); raises InvariantError. Takes time in proportion to the pool."""
+        """Verify the invariant that memd.core.check states; raises InvariantError. Takes time with the pool's size."""
         check.check(self._state)
 
     def _changed(self, result: T) -> T:

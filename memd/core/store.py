@@ -67,13 +67,10 @@ class BlockStore:
 
     def grant(self, count: int, holders: Holders, now: float) -> list[int]:
         """Frames of `count` new blocks, unsealed, each with the one reference in `holders`; evicts what it must."""
-        frames = []
-        for _ in range(count):
-            if not self.allocator.num_free:
-                self._evict(self.cached.pop())
-            frame = self.allocator.take()
-            self.blocks.occupy(frame, holders, now)
-            frames.append(frame)
+        for _ in range(count - self.allocator.num_free):
+            self._evict(self.cached.pop())
+        frames = self.allocator.take(count)
+        self.blocks.occupy(frames, holders, now)
         self.counters.allocated_blocks += count
         return frames
 

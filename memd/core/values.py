@@ -95,7 +95,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A refused request; nothing was taken. `available_blocks` is the largest num_blocks that would have been granted."""
+    """A refused request; nothing was taken. `available_blocks` is the largest num_blocks that could be granted."""
 
     ref: int
     reason: RefusalReason
@@ -123,8 +123,9 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class BlockView:
-    """A block as it was when it was asked for. `digest` is empty unless it is sealed; `idle_s` counts from the last
-    grant, match, commit or release.
+    """A block as it was when it was asked for.
+
+    `digest` is empty unless it is sealed; `idle_s` counts from the last grant, match, commit or release.
     """
 
     block_id: int
@@ -174,8 +175,9 @@ class LeaseView:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """The answer to attach. If `reclaimed`, the lease and its tables are those of before; a stream that still drives
-    it is to be closed by the caller.
+    """The answer to attach.
+
+    If `reclaimed`, lease and tables are those of before, and a stream that still drives them is to be closed.
     """
 
     lease: LeaseView

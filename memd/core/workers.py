@@ -21,6 +21,8 @@ from memd.core.state import PoolState
 from memd.core.values import LeaseState
 from pagepool.errors import invalid_field
 
+SILENCE = "nothing was heard from it in time"
+
 
 @dataclass(slots=True)
 class Starvation:
@@ -58,7 +60,7 @@ class WorkerLeases:
         if lease is None or epoch != self._state.epoch or not lease.is_worker or lease.lock_file != lock_file:
             return None
         if lease.is_late(now):
-            self.lose(lease)
+            self.lose(lease, SILENCE)
         if lease.state is LeaseState.LOST:
             return None
         lease.state = LeaseState.LIVE
@@ -71,15 +73,11 @@ class WorkerLeases:
         if lease is None or not lease.is_worker:
             raise errors.lease_lost(lease_id, "it has ended, or never was a worker's")
         if lease.is_late(now):
-            self.lose(lease)
+            self.lose(lease, SILENCE)
         if lease.state is LeaseState.LOST:
-            raise errors.lease_lost(
-                lease_id, f"nothing was heard from it for {lease.ttl_s:g} s, or it broke the protocol"
-            )
+            raise errors.lease_lost(lease_id, lease.lost_because)
         if lease.state is LeaseState.DETACHED:
-            raise errors.lease_lost(
-                lease_id, "its stream is broken; it can be reclaimed by a new Hello until it expires"
-            )
+            raise errors.lease_lost(lease_id, "its stream is broken, and no new Hello has reclaimed it")
         return lease
 
     def stream_broken(self, lease_id: int) -> None:
@@ -88,9 +86,10 @@ class WorkerLeases:
         if lease is not None and lease.is_worker and lease.state is LeaseState.LIVE:
             lease.state = LeaseState.DETACHED
 
-    def lose(self, lease: Lease) -> None:
+    def lose(self, lease: Lease, why: str) -> None:
         """Make a lease LOST."""
         lease.state = LeaseState.LOST
+        lease.lost_because = why
         lease.answers.clear()
         self._starving.pop(lease.lease_id, None)
         self._state.counters.lost_leases += 1
@@ -100,7 +99,7 @@ class WorkerLeases:
         """Make a lease LOST, if it is not yet, because its worker cannot be believed."""
         lease = self._state.leases.get(lease_id)
         if lease is not None and lease.is_worker and lease.state is not LeaseState.LOST:
-            self.lose(lease)
+            self.lose(lease, "it broke the protocol")
 
     def end(self, lease: Lease, now: float) -> None:
         """End a lease whose process has let go of the pool: everything is released."""
@@ -113,7 +112,7 @@ class WorkerLeases:
         if lease is None or not lease.is_worker or lease.state is LeaseState.LIVE:
             return
         if lease.state is LeaseState.DETACHED:
-            self.lose(lease)
+            self.lose(lease, "its process ended")
         self.end(lease, now)
 
     def waiting(self) -> list[tuple[int, str]]:
