@@ -93,8 +93,8 @@ class Blocks:
         self.holders[frame] = holders[:at] + holders[at + 1 :]
         return False
 
-    def write(self, frame: int, packed: bytes) -> bool:
-        """Append packed token ids to an unsealed block; whether it is full now."""
+    def write(self, frame: int, packed: bytes, now: float) -> bool:
+        """Append packed token ids to an unsealed block; whether it is full now, and waits to be sealed."""
         filled = self.num_tokens[frame]
         start = (frame * self.block_size + filled) * TOKEN_BYTES
         filled += len(packed) // TOKEN_BYTES
@@ -102,6 +102,7 @@ class Blocks:
             raise InvariantError(f"block {self.ids[frame]} is written beyond its end")
         self.tokens[start : start + len(packed)] = packed
         self.num_tokens[frame] = filled
+        self.touched[frame] = now
         return filled == self.block_size
 
     def packed_tokens(self, frame: int) -> bytes:

@@ -16,10 +16,13 @@ from memd.core.values import Counters, LeaseState, TableRequest
 from pagekernels.layout import PagedLayout
 
 MAX_SALT_BYTES = 64
+ONE_TOKEN = struct.Struct("<I")
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as blocks keep them; struct.error if one is not an unsigned 32-bit integer."""
+    if len(token_ids) == 1:  # what a decode step commits to every table
+        return ONE_TOKEN.pack(token_ids[0])
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 

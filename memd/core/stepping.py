@@ -100,14 +100,15 @@ class Stepper:
             raise errors.protocol_violation(lease.lease_id, what, "give the model's token ids") from error
 
     def _commit(self, table: Table, packed: bytes, now: float) -> None:
-        store, size = self._state.cut_store(), self._state.block_size
+        store, size, frames = self._state.cut_store(), self._state.block_size, table.frames
         table.touched = now
         while packed:
             index, filled = divmod(table.num_tokens, size)
-            piece, packed = packed[: (size - filled) * TOKEN_BYTES], packed[(size - filled) * TOKEN_BYTES :]
+            room = (size - filled) * TOKEN_BYTES
+            piece, packed = packed[:room], packed[room:]
             table.num_tokens += len(piece) // TOKEN_BYTES
-            if store.write(table.frames[index], piece, now):
-                store.seal(table.frames[index], table.frames[index - 1] if index else None, table.salt)
+            if store.blocks.write(frames[index], piece, now):
+                store.seal(frames[index], frames[index - 1] if index else None, table.salt)
 
     def _answer(self, lease: Lease, plan: StepPlan, now: float) -> tuple[list[Grant], list[Refusal]]:
         answers = [self._create(lease, create, packed, now) for create, packed in plan.creates]

@@ -1,4 +1,4 @@
-"""Blocks, their frames and the prefix index kept consistent: grant, hold, release, write and seal.
+"""Blocks, their frames and the prefix index kept consistent: grant, hold, release and seal.
 
 The life of a block:
 
@@ -97,11 +97,6 @@ class BlockStore:
             return
         self._vacate(frame)
         self.counters.freed_blocks += 1
-
-    def write(self, frame: int, packed: bytes, now: float) -> bool:
-        """Append packed token ids to a held, unsealed block; whether it is full now and waits to be sealed."""
-        self.blocks.touched[frame] = now
-        return self.blocks.write(frame, packed)
 
     def seal(self, frame: int, parent: int | None, salt: bytes) -> None:
         """Seal a full block that follows the sealed block in frame `parent`, or begins a table.
