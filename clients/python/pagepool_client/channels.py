@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -89,3 +90,13 @@ def failures(target: str) -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise failure(error, target) from error
+
+
+async def answered(call: Any, target: str) -> Any:
+    """The answer of an aio unary call. Raises PagepoolError; a caller that is cancelled cancels the call."""
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise failure(error, target) from error
+    finally:
+        call.cancel()  # nothing, once it has ended

@@ -1,0 +1,96 @@
+"""The requests of a client's lease, built once for the sync and the async client."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+from google.protobuf.duration_pb2 import Duration
+
+from pagepool.errors import PagepoolError, Reason
+from pagepool.memd.v1 import pool_service_pb2 as pool
+
+
+def seconds(value_s: float) -> Duration:
+    """A Duration."""
+    duration = Duration()
+    duration.FromNanoseconds(round(value_s * 1e9))
+    return duration
+
+
+def request_id() -> str:
+    """A name for one change, so that a repeated call changes nothing twice."""
+    return uuid.uuid4().hex
+
+
+class LeaseWords:
+    """Requests under one lease. Each change has a request id of its own."""
+
+    def __init__(self, epoch: int, lease_id: int) -> None:
+        self.epoch, self.lease_id = epoch, lease_id
+
+    def renew(self) -> pool.RenewLeaseRequest:
+        """More time."""
+        return pool.RenewLeaseRequest(epoch=self.epoch, lease_id=self.lease_id)
+
+    def release(self) -> pool.ReleaseLeaseRequest:
+        """The end."""
+        return pool.ReleaseLeaseRequest(epoch=self.epoch, lease_id=self.lease_id)
+
+    def allocate(self, num_blocks: int) -> pool.AllocateBlocksRequest:
+        """New blocks."""
+        return pool.AllocateBlocksRequest(
+            request_id=request_id(), epoch=self.epoch, lease_id=self.lease_id, num_blocks=num_blocks
+        )
+
+    def free(self, block_ids: Sequence[int]) -> pool.FreeBlocksRequest:
+        """References dropped."""
+        return pool.FreeBlocksRequest(
+            request_id=request_id(), epoch=self.epoch, lease_id=self.lease_id, block_ids=block_ids
+        )
+
+    def share(self, block_ids: Sequence[int]) -> pool.ShareBlocksRequest:
+        """References added."""
+        return pool.ShareBlocksRequest(
+            request_id=request_id(), epoch=self.epoch, lease_id=self.lease_id, block_ids=block_ids
+        )
+
+    def create_table(
+        self, token_ids: Sequence[int], num_blocks: int, salt: bytes, priority: int
+    ) -> pool.CreateBlockTableRequest:
+        """A table over the longest sealed prefix."""
+        return pool.CreateBlockTableRequest(
+            request_id=request_id(),
+            epoch=self.epoch,
+            lease_id=self.lease_id,
+            token_ids=token_ids,
+            num_blocks=num_blocks,
+            salt=salt,
+            priority=priority,
+        )
+
+    def extend_table(self, table_id: int, num_blocks: int) -> pool.ExtendBlockTableRequest:
+        """More blocks at a table's end."""
+        return pool.ExtendBlockTableRequest(
+            request_id=request_id(),
+            epoch=self.epoch,
+            lease_id=self.lease_id,
+            table_id=table_id,
+            num_blocks=num_blocks,
+        )
+
+    def release_table(self, table_id: int) -> pool.ReleaseBlockTableRequest:
+        """A table's end."""
+        return pool.ReleaseBlockTableRequest(
+            request_id=request_id(), epoch=self.epoch, lease_id=self.lease_id, table_id=table_id
+        )
+
+
+def create_lease(ttl_s: float, holder: str) -> pool.CreateLeaseRequest:
+    """A new lease."""
+    return pool.CreateLeaseRequest(request_id=request_id(), ttl=seconds(ttl_s), holder=holder)
+
+
+def is_over(error: PagepoolError) -> bool:
+    """Whether a failed renewal means that the lease has ended; any other may work the next time."""
+    return error.reason in {Reason.LEASE_NOT_FOUND, Reason.EPOCH_MISMATCH}

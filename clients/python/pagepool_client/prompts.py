@@ -1,0 +1,103 @@
+"""Generation requests from plain Python values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from pagepool.errors import invalid_field
+from pagepool.inferd.v1.generation_service_pb2 import (
+    ChatMessage,
+    ChatPrompt,
+    GenerateRequest,
+    SamplingParams,
+    TextPrompt,
+    TokenPrompt,
+)
+
+Message = Mapping[str, str] | ChatMessage
+"""One message of a conversation: {"role": "user", "content": "…"}."""
+
+
+class Options(TypedDict, total=False):
+    """How to continue; the names and limits are those of GenerateRequest and SamplingParams in the proto."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    sample_index: int
+    max_tokens: int
+    stop: Sequence[str] | str
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    cache_salt: bytes
+    priority: int
+    request_id: str
+    parse_special_tokens: bool
+
+
+_SAMPLING = frozenset(field.name for field in SamplingParams.DESCRIPTOR.fields)
+_OTHERS = frozenset(Options.__annotations__) - _SAMPLING - {"parse_special_tokens"}
+
+
+def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
+    """Messages as the wire has them. Raises INVALID_FIELD on one without role or content."""
+    found = []
+    for index, message in enumerate(messages):
+        if isinstance(message, ChatMessage):
+            found.append(message)
+        elif set(message) == {"role", "content"}:
+            found.append(ChatMessage(role=message["role"], content=message["content"]))
+        else:
+            limit = "a mapping with exactly the keys role and content"
+            raise invalid_field(f"messages[{index}]", sorted(message), limit, "correct it")
+    return found
+
+
+def generate_request(
+    prompt: str | None,
+    messages: Sequence[Message] | None,
+    token_ids: Sequence[int] | None,
+    options: Options,
+) -> GenerateRequest:
+    """The request for exactly one of a text, a conversation and token ids. Raises INVALID_FIELD, naming the value."""
+    given = [name for name, value in _prompts(prompt, messages, token_ids).items() if value is not None]
+    if len(given) != 1:
+        limit = "exactly one of prompt, messages and token_ids"
+        raise invalid_field("prompt", " and ".join(given) or "not given", limit, "give one of them")
+    request = GenerateRequest()
+    for name in _OTHERS & set(options):
+        _put(request, name, options)
+    for name in _SAMPLING & set(options):
+        _put(request.sampling, name, options)
+    if prompt is not None:
+        special = options.get("parse_special_tokens", False)
+        request.text.CopyFrom(TextPrompt(text=prompt, parse_special_tokens=special))
+    elif messages is not None:
+        request.chat.CopyFrom(ChatPrompt(messages=chat_messages(messages)))
+    elif token_ids is not None:
+        request.tokens.CopyFrom(_token_prompt(token_ids))
+    return request
+
+
+def _prompts(prompt: object, messages: object, token_ids: object) -> dict[str, object]:
+    return {"prompt": prompt, "messages": messages, "token_ids": token_ids}
+
+
+def _token_prompt(token_ids: Sequence[int]) -> TokenPrompt:
+    try:
+        return TokenPrompt(token_ids=token_ids)
+    except (TypeError, ValueError) as error:
+        raise invalid_field("token_ids", error, "a sequence of unsigned 32-bit integers", "correct it") from error
+
+
+def _put(message: GenerateRequest | SamplingParams, name: str, options: Options) -> None:
+    value = options[name]  # type: ignore[literal-required]
+    if isinstance(value, str) and name == "stop":
+        value = [value]
+    try:
+        message.MergeFrom(type(message)(**{name: value}))  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise invalid_field(name, repr(value), f"a value that fits ({error})", "correct it") from error
