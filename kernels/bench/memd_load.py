@@ -6,27 +6,98 @@ import statistics
 import time
 from pathlib import Path
 
-from pagekernels.layout import LayerShape
-from pagepool.pool_values import Commit, Step, TableRequest
-from pagepool_client import PoolClient
+import daemons
+
+from pagekernels.layout import Format, LayerShape, PagedLayout
+from pagepool.pool_values import Commit, Grant, Step, TableRequest
+from pagepool_client import Attachment, PoolClient, PoolSession
+from pagepool_client.wire import geometry_message
 
 NUM_BLOCKS = 100_000
 BATCH = 1_000
-TINY = LayerShape(num_kv_heads=1, head_dim_k=1, head_dim_v=1)
+TABLES = 16
+ROUNDS = 200
+STEPS = 10_000
+WINDOW = 64  # steps in flight
+TINY = PagedLayout(16, (LayerShape(1, 1, 1),), Format.F32)
 
 
-def resident_mb(pid: int, mapped: str) -> float:
-    """PSS of a process in MB, the mappings of files whose path contains `mapped` left out."""
+def proportional_mb(pid: int, without: str) -> float:
+    """PSS of a process in MB, without the mappings of files whose path contains `without`."""
     total, counts = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         head = line.split(maxsplit=5)
-        if "-" in head[0] and not head[0].endswith(":"):
-            counts = len(head) < 6 or mapped not in head[5]
+        if not head[0].endswith(":"):
+            counts = len(head) < 6 or without not in head[5]
         elif counts and line.startswith("Pss:"):
-            total += int(line.split()[1])
+            total += int(head[1])
     return total / 1024
 
 
-def p50_ms(samples: list[float]) -> float:
-    """Median of seconds, in ms."""
-    return statistics.median(samples) * 1e3
+def unary(client: PoolClient) -> tuple[float, float]:
+    """Median ms of AllocateBlocks and of FreeBlocks, 1,000 blocks each."""
+    times = []
+    with client.lease(holder="bench") as lease:
+        for _ in range(ROUNDS):
+            begin = time.perf_counter()
+            blocks = lease.allocate(BATCH).block_ids
+            middle = time.perf_counter()
+            lease.free(blocks)
+            times.append((middle - begin, time.perf_counter() - middle))
+    allocate, free = (statistics.median(column) * 1e3 for column in zip(*times, strict=True))
+    return allocate, free
+
+
+def steps_per_second(session: PoolSession) -> float:
+    """Answered steps a second: 16 tables, one committed token each a step, pipelined."""
+    num_blocks = -(-STEPS // TINY.block_size)
+    session.submit(Step(creates=[TableRequest(ref, (), num_blocks) for ref in range(TABLES)]))
+    tables: list[int] = []
+    while len(tables) < TABLES:
+        session.wait(1.0)
+        tables += [event.table_id for event in session.poll() if isinstance(event, Grant)]
+    first, begin = session.steps_sent, time.perf_counter()
+    for number in range(STEPS):
+        while session.steps_sent - session.steps_answered >= WINDOW:
+            time.sleep(0.0005)
+        session.submit(Step(commits=[Commit(table, (number,)) for table in tables]))
+    while session.steps_answered < first + STEPS:
+        time.sleep(0.0005)
+    seconds = time.perf_counter() - begin
+    session.submit(Step(releases=tables))
+    return STEPS / seconds
+
+
+def fill(session: PoolSession) -> None:
+    """Hold all blocks, half of them sealed in tables."""
+    half = NUM_BLOCKS // 2
+    tokens = half * TINY.block_size
+    session.submit(Step(creates=[TableRequest(0, (), half, no_match=True)]))
+    session.submit(Step(creates=[TableRequest(1, (), NUM_BLOCKS - half, no_match=True)]))
+    tables: list[int] = []
+    while len(tables) < 2:
+        session.wait(1.0)
+        tables += [event.table_id for event in session.poll() if isinstance(event, Grant)]
+    for start in range(0, tokens, 100_000):
+        session.submit(Step(commits=[Commit(tables[0], range(start, min(start + 100_000, tokens)))]))
+    while session.steps_answered < session.steps_sent:
+        time.sleep(0.01)
+
+
+def report() -> None:
+    """Print memd's figures beside their bounds."""
+    geometry = geometry_message(TINY, bytes(32), "tiny")
+    pool_bytes = str(NUM_BLOCKS * TINY.block_bytes)
+    with (
+        daemons.folder() as place,
+        daemons.memd(place, "--pool-bytes", pool_bytes) as (client, child),
+        PoolSession(Attachment(client.target, "bench", geometry)) as session,
+    ):
+        allocate, free = unary(client)
+        print(f"AllocateBlocks, 1,000 blocks   p50 {allocate:6.2f} ms     (bound: under 5)")
+        print(f"FreeBlocks, 1,000 blocks       p50 {free:6.2f} ms     (bound: under 5)")
+        print(f"Attach steps, 16 commits each  {steps_per_second(session):9,.0f} /s     (bound: at least 2,000)")
+        fill(session)
+        held = client.pool().usage.held_blocks
+        resident = proportional_mb(child.pid, "pagepool-")
+        print(f"memory beside the pool, {held:,} blocks held {resident:6.1f} MB     (bound: under 120)")

@@ -1,0 +1,176 @@
+"""`make bench-cpu`: pagepool beside transformers' own generate on this CPU, and memd alone.
+
+Both sides run the same folder of weights, dtype and number of threads, in rounds that alternate, each as a process of its
+own. Ours is measured at gRPC clients: two daemons, a socket and streaming included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import daemons
+import memd_load
+from text import prompt_ids
+
+from pagepool_client import InferenceClient
+
+ROUNDS = 3
+ONE = {"prompt": 57, "new": 128}
+MANY = {"requests": 16, "shared": 512, "own": 24, "new": 64}
+BOUNDS = {"one": 0.85, "many": 1.7}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """transformers in a process of its own."""
+
+    process: subprocess.Popen[str]
+
+    def rate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+        """Tokens a second of one call of generate."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self.process.stdout.readline())
+        return float(answer["tokens"] / answer["seconds"])
+
+
+@contextmanager
+def transformers_peer(folder: str, dtype: str, threads: int) -> Iterator[Peer]:
+    """The peer, loaded."""
+    command = [sys.executable, str(Path(__file__).parent / "hf_peer.py"), folder, "--dtype", dtype]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*command, "--threads", str(threads)], stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout
+        process.stdout.readline()
+        yield Peer(process)
+        process.kill()
+
+
+def our_rate(client: InferenceClient, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+    """Tokens a second of concurrent streams, measured at the clients."""
+    counts = [0] * len(prompts)
+
+    def stream(index: int) -> None:
+        options = {"temperature": 0.0, "max_tokens": new_tokens, "ignore_eos": True}
+        generation = client.generate(token_ids=prompts[index], **options)
+        generation.text()
+        assert generation.finished
+        counts[index] = generation.finished.usage.generated_tokens
+
+    threads = [threading.Thread(target=stream, args=(index,)) for index in range(len(prompts))]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - begin
+    if counts != [new_tokens] * len(prompts):
+        raise SystemExit(f"asked for {new_tokens} tokens each, got {counts}")
+    return sum(counts) / seconds
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What an engine did between two looks."""
+
+    share: float
+    unary_calls: int
+    steps: int
+
+
+def outside_forward(client: InferenceClient, work: object) -> Outside:
+    """Run `work`, and say which share of the engine's step time was not the model's forward."""
+    before = client.model().counters
+    assert callable(work)
+    work()
+    time.sleep(1.5)  # the engine tells its counters once a second
+    after = client.model().counters
+
+    def spent(name: str) -> float:
+        return float(getattr(after, name).ToNanoseconds() - getattr(before, name).ToNanoseconds())
+
+    share = 1 - spent("forward_time") / spent("step_time")
+    return Outside(share, after.memd_unary_calls - before.memd_unary_calls, after.steps - before.steps)
+
+
+def verdict(ratio: float, bound: float) -> str:
+    """A bound and whether it holds; a miss is said."""
+    return f"(bound: at least {bound}{'' if ratio >= bound else '; MISSED'})"
+
+
+def compare(peer: Peer, client: InferenceClient, dtype: str) -> None:
+    """Alternate the two sides and print their medians and ratios."""
+    one = [prompt_ids(client, ONE["prompt"])]
+    shared = prompt_ids(client, MANY["shared"])
+    own = prompt_ids(client, 2000)[MANY["shared"] :]
+    many = [shared + own[40 * i : 40 * i + MANY["own"]] for i in range(MANY["requests"])]
+    our_rate(client, [shared + own[-8:]], 1)  # the one earlier request that warms the prefix
+    for name, prompts, new in (("one", one, ONE["new"]), ("many", many, MANY["new"])):
+        peer.rate(prompts, 8)
+        our_rate(client, prompts, 8)
+        pairs = [(peer.rate(prompts, new), our_rate(client, prompts, new)) for _ in range(ROUNDS)]
+        theirs, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
+        ratio = statistics.median(b / a for a, b in pairs)
+        label = "1 stream" if name == "one" else f"{len(many)} streams, 512 shared"
+        print(f"{dtype:9} {label:24} {theirs:8.1f} {ours:9.1f} {ratio:8.2f}   {verdict(ratio, BOUNDS[name])}")
+    seen = outside_forward(client, lambda: our_rate(client, many, MANY["new"]))
+    miss = "" if seen.share < 0.08 else "; MISSED"
+    print(f"{dtype:9} of a step outside the model's forward, batch 16: {seen.share:.1%}   (bound: under 8 %{miss})")
+    print(f"{dtype:9} unary calls to memd in {seen.steps} steps: {seen.unary_calls}   (bound: 0)")
+
+
+def against_transformers(dtype: str, threads: int) -> None:
+    """One dtype, both sides."""
+    from inferd.model.source import resolve
+
+    model = resolve("smollm2")
+    flags = ("--model", str(model.path), "--dtype", dtype, "--threads", str(threads))
+    with (
+        daemons.folder() as place,
+        daemons.memd(place, "--pool-bytes", "2GiB"),
+        daemons.inferd(place, *flags) as (client, _),
+        transformers_peer(str(model.path), dtype, threads) as peer,
+    ):
+        compare(peer, client, dtype)
+
+
+def hardware() -> str:
+    """The processor as the kernel names it, and what of it matters here."""
+    text = Path("/proc/cpuinfo").read_text()
+    name = next((line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")), "?")
+    wanted = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if f" {flag}" in text]
+    return f"{name}, {len(os.sched_getaffinity(0))} cores, {' '.join(wanted)}, Python {platform.python_version()}"
+
+
+def main() -> None:
+    """Print all figures, or those of one part."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("memd", "float32", "bfloat16"))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    print(f"{hardware()}; {options.threads} threads each side\n")
+    if options.only != "memd":
+        print(f"tokens/s {'':25} transformers  pagepool    ratio")
+    for dtype in ("float32", "bfloat16"):
+        if options.only in (None, dtype):
+            against_transformers(dtype, options.threads)
+    if options.only in (None, "memd"):
+        print("\nmemd alone")
+        memd_load.report()
+
+
+if __name__ == "__main__":
+    main()

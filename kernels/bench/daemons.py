@@ -1,0 +1,67 @@
+"""Real daemons on real sockets in a folder of their own, for the benchmarks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pagepool.errors import PagepoolError
+from pagepool_client import InferenceClient, PoolClient
+
+START_S = 300.0
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    """A private folder for sockets and logs."""
+    with tempfile.TemporaryDirectory(prefix="pagepool-bench-") as name:
+        yield Path(name)
+
+
+@contextmanager
+def daemon(module: str, log: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon as a child process, ended by SIGTERM."""
+    with log.open("wb") as out:
+        child = subprocess.Popen([sys.executable, "-m", module, *flags], stdout=out, stderr=out)
+    try:
+        yield child
+    finally:
+        child.terminate()
+        child.wait(30)
+
+
+def wait_for(ready: object, child: subprocess.Popen[bytes], log: Path) -> None:
+    """Call `ready` until it raises no PagepoolError; SystemExit with the log's end if the child dies first."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and child.poll() is None:
+        try:
+            if callable(ready) and ready():
+                return
+        except PagepoolError:
+            pass
+        time.sleep(0.1)
+    raise SystemExit(f"{log.name} is not ready:\n{log.read_text()[-2000:]}")
+
+
+@contextmanager
+def memd(place: Path, *flags: str) -> Iterator[tuple[PoolClient, subprocess.Popen[bytes]]]:
+    """A memd and its client."""
+    target = f"unix:{place}/memd.sock"
+    with daemon("memd", place / "memd.log", "--listen", target, *flags) as child, PoolClient(target) as client:
+        wait_for(lambda: client.pool().epoch, child, place / "memd.log")
+        yield client, child
+
+
+@contextmanager
+def inferd(place: Path, *flags: str) -> Iterator[tuple[InferenceClient, subprocess.Popen[bytes]]]:
+    """An inferd on the memd of the same place, and its client."""
+    target, log = f"unix:{place}/inferd.sock", place / "inferd.log"
+    sockets = ("--listen", target, "--memd", f"unix:{place}/memd.sock")
+    with daemon("inferd", log, *sockets, *flags) as child, InferenceClient(target) as client:
+        wait_for(lambda: client.model().pool_epoch, child, log)
+        yield client, child
