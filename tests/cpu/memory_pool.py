@@ -1,0 +1,140 @@
+"""memd's core in process, as the KvPool of an engine under test, and a model whose KV is the tokens themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import numpy as np
+import torch
+
+from inferd.core.messages import Sampling
+from inferd.core.ports import Capacity, Grant, Lost, PoolEvent, PoolInfo, Refusal, Step, StepInput
+from inferd.sampler import Row, sample
+from memd.core import values
+from memd.core.geometry import Geometry
+from memd.core.pool import Pool
+from pagekernels.layout import LAYOUT_VERSION, Format, LayerShape, unpack_entry
+
+VOCAB = 211
+
+
+def make_pool(num_blocks: int, block_size: int = 8, epoch: int = 7) -> Pool:
+    pool = Pool(epoch, block_size, slab_bytes=1 << 24, max_num_blocks=num_blocks)
+    pool.declare(Geometry((LayerShape(1, 4, 4),), Format.F32, False, LAYOUT_VERSION, bytes(32), "fake"))
+    return pool
+
+
+class MemoryPool:
+    """One worker's session with a Pool. Answers come at once, or after `deliver` while `held`."""
+
+    def __init__(self, pool: Pool, signal: threading.Event) -> None:
+        self.pool, self.signal = pool, signal
+        self.lease_id = pool.attach("worker", f"lock-{pool.num_leases}", 1e9, 0.0).lease.lease_id
+        self.held = False
+        self.steps: list[Step] = []
+        self._late: deque[PoolEvent] = deque()
+        self._events: deque[PoolEvent] = deque()
+
+    @property
+    def info(self) -> PoolInfo:
+        pool = self.pool
+        return PoolInfo(pool.epoch, self.lease_id, pool.block_size, pool.num_blocks, pool.unit_bytes)
+
+    def submit(self, step: Step) -> None:
+        self.steps.append(step)
+        answer = self.pool.step(self.lease_id, _core_step(len(self.steps), step), 0.0)
+        for each in answer.grants:
+            run = each.blocks
+            self._late.append(Grant(each.ref, each.table_id, each.cached_tokens, run.block_ids, run.entries))
+        for no in answer.refusals:
+            never = no.reason is values.RefusalReason.REQUEST_TOO_LARGE
+            self._late.append(Refusal(no.ref, never, no.available_blocks, no.total_blocks))
+        if not self.held:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Let the answers through."""
+        self._events += self._late
+        self._late.clear()
+        self.signal.set()
+
+    def say(self, event: PoolEvent) -> None:
+        self._events.append(event)
+        self.signal.set()
+
+    def poll(self) -> list[PoolEvent]:
+        news = [Capacity(blocks) for lease, blocks in self.pool.take_capacity_news() if lease == self.lease_id]
+        events = [*self._events, *news]
+        self._events.clear()
+        return events
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self._events) or self.signal.wait(timeout_s)
+
+    def lose(self) -> None:
+        self.say(Lost("memd is gone"))
+
+
+def _core_step(step_id: int, step: Step) -> values.Step:
+    return values.Step(
+        step_id,
+        [values.Commit(each.table_id, each.token_ids) for each in step.commits],
+        step.releases,
+        [
+            values.TableRequest(each.token_ids, each.num_blocks, each.salt, each.priority, each.no_match, each.ref)
+            for each in step.creates
+        ],
+    )
+
+
+class TokenModel:
+    """Stores each token as its own KV and computes logits from what it reads back through the block table.
+
+    So a wrong slot, table, position or match changes the tokens, or is found right here.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._block_size = pool.block_size
+        self._kv = np.full(4 * pool.num_blocks * pool.block_size, -1)
+        self.steps: list[StepInput] = []
+        self.fail_next: Exception | None = None
+        self.poison_request_with: int | None = None  # a sequence whose context begins with it gets NaN logits
+
+    def forward(self, step: StepInput) -> torch.Tensor:
+        self.steps.append(step)
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        self._kv[list(step.slots)] = step.token_ids
+        rows: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
+        first = 0
+        for q_len, kv_len, table in zip(step.q_lens, step.kv_lens, step.tables, strict=True):
+            assert list(step.positions[first : first + q_len]) == list(range(kv_len - q_len, kv_len))
+            context = [int(self._kv[self._slot(table, position)]) for position in range(kv_len)]
+            assert min(context) >= 0, "KV is read that was never written"
+            assert context[kv_len - q_len :] == list(step.token_ids[first : first + q_len])
+            first += q_len
+            if first - 1 in step.logit_rows:
+                logits = logits_after(context)
+                rows.append(logits * np.nan if context[0] == self.poison_request_with else logits)
+        assert len(rows) == len(step.logit_rows)
+        return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, VOCAB)
+
+    def _slot(self, table: object, position: int) -> int:
+        _, _, unit = unpack_entry(table[position // self._block_size])  # type: ignore[index]
+        return unit * self._block_size + position % self._block_size
+
+
+def logits_after(context: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """The logits of the fake model after a context; any token of it changes them all."""
+    return (3 * np.random.default_rng(context).standard_normal(VOCAB)).astype(np.float32)
+
+
+def continuation(prompt: list[int], count: int, sampling: Sampling) -> list[int]:
+    """What a correct engine generates, computed alone and without any pool."""
+    tokens = list(prompt)
+    for _ in range(count):
+        logits = torch.from_numpy(logits_after(tokens)[None])
+        tokens += sample(logits, [Row(sampling, len(tokens))])
+    return tokens[len(prompt) :]
