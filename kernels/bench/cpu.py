@@ -1,7 +1,7 @@
 """`make bench-cpu`: pagepool beside transformers' own generate on this CPU, and memd alone.
 
-Both sides run the same folder of weights, dtype and number of threads, in rounds that alternate, each as a process of its
-own. Ours is measured at gRPC clients: two daemons, a socket and streaming included.
+Both sides run the same folder of weights, dtype and number of threads, in rounds that alternate, each as a process of
+its own. Ours is measured at gRPC clients: two daemons, a socket and streaming included.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Peer:
 
     def rate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
         """Tokens a second of one call of generate."""
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
+        assert self.process.stdout
         self.process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
         self.process.stdin.flush()
         answer = json.loads(self.process.stdout.readline())
@@ -111,22 +112,41 @@ def verdict(ratio: float, bound: float) -> str:
     return f"(bound: at least {bound}{'' if ratio >= bound else '; MISSED'})"
 
 
+class Prompts:
+    """Prompts of one kind; every round gets new ones, so that nothing but the shared prefix is ever found."""
+
+    def __init__(self, client: InferenceClient) -> None:
+        self._ids = prompt_ids(client, 100_000)
+        self.shared = self._ids[: MANY["shared"]]
+        self._at = MANY["shared"]
+
+    def _next(self, length: int) -> list[int]:
+        # A step that is no divisor of the text's length, so that the pieces differ.
+        self._at += 61
+        return self._ids[self._at : self._at + length]
+
+    def one(self) -> list[list[int]]:
+        """One prompt."""
+        return [self._next(ONE["prompt"])]
+
+    def many(self) -> list[list[int]]:
+        """Prompts with a common beginning and ends of their own."""
+        return [self.shared + self._next(MANY["own"]) for _ in range(MANY["requests"])]
+
+
 def compare(peer: Peer, client: InferenceClient, dtype: str) -> None:
     """Alternate the two sides and print their medians and ratios."""
-    one = [prompt_ids(client, ONE["prompt"])]
-    shared = prompt_ids(client, MANY["shared"])
-    own = prompt_ids(client, 2000)[MANY["shared"] :]
-    many = [shared + own[40 * i : 40 * i + MANY["own"]] for i in range(MANY["requests"])]
-    our_rate(client, [shared + own[-8:]], 1)  # the one earlier request that warms the prefix
-    for name, prompts, new in (("one", one, ONE["new"]), ("many", many, MANY["new"])):
-        peer.rate(prompts, 8)
-        our_rate(client, prompts, 8)
-        pairs = [(peer.rate(prompts, new), our_rate(client, prompts, new)) for _ in range(ROUNDS)]
+    prompts = Prompts(client)
+    our_rate(client, [prompts.many()[0]], 1)  # the one earlier request that warms the prefix
+    for kind, label, new in (("one", "1 stream", ONE["new"]), ("many", "16 streams, 512 shared", MANY["new"])):
+        make = getattr(prompts, kind)
+        peer.rate(make(), 8)
+        our_rate(client, make(), 8)
+        pairs = [(peer.rate(batch, new), our_rate(client, batch, new)) for batch in (make() for _ in range(ROUNDS))]
         theirs, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
         ratio = statistics.median(b / a for a, b in pairs)
-        label = "1 stream" if name == "one" else f"{len(many)} streams, 512 shared"
-        print(f"{dtype:9} {label:24} {theirs:8.1f} {ours:9.1f} {ratio:8.2f}   {verdict(ratio, BOUNDS[name])}")
-    seen = outside_forward(client, lambda: our_rate(client, many, MANY["new"]))
+        print(f"{dtype:9} {label:24} {theirs:8.1f} {ours:9.1f} {ratio:8.2f}   {verdict(ratio, BOUNDS[kind])}")
+    seen = outside_forward(client, lambda: our_rate(client, prompts.many(), MANY["new"]))
     miss = "" if seen.share < 0.08 else "; MISSED"
     print(f"{dtype:9} of a step outside the model's forward, batch 16: {seen.share:.1%}   (bound: under 8 %{miss})")
     print(f"{dtype:9} unary calls to memd in {seen.steps} steps: {seen.unary_calls}   (bound: 0)")
