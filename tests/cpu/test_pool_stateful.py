@@ -1,0 +1,800 @@
+"""Random command sequences against a naive model of the pool, with check() after each; and bugs planted to be found.
+
+The model knows contents where the pool knows digests, and lists where the pool has columns and queues.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from memd.core.geometry import Geometry
+from memd.core.lease import MAX_REPLAYED_STEPS
+from memd.core.pool import Pool
+from memd.core.values import BlockState as B
+from memd.core.values import Commit, ExtendRequest, LeaseState, RefusalReason, Step, StepOutcome, TableRequest
+from pagekernels.layout import Format, LayerShape
+from pagepool.errors import PagepoolError, Reason
+
+SIZE = 8
+TIMEOUT = 10.0
+UNITS = Format.BF16.itemsize
+GEOMETRY = Geometry((LayerShape(1, 8, 8),), Format.BF16, False, 1, b"w" * 32, "model")
+
+
+class Refused(Exception):  # noqa: N818
+    """The model's prediction of an error."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass
+class ModelBlock:
+    frame: int
+    holders: list[tuple[int, int]]  # (lease, table or 0), one entry per reference
+    tokens: list[int] = field(default_factory=list)
+    prefix: tuple[bytes, tuple[int, ...]] | None = None  # once sealed: salt, and all tokens up to its end
+    identity: int = 0
+    parent: int = 0
+
+
+@dataclass
+class ModelTable:
+    lease: int
+    salt: bytes
+    blocks: list[int]
+    tokens: list[int]
+    cached: int
+
+
+@dataclass
+class ModelLease:
+    worker: bool
+    ttl: float
+    deadline: float
+    lock: str = ""
+    state: LeaseState = LeaseState.LIVE
+    last_step: int = 0
+    answers: dict[int, Any] = field(default_factory=dict)
+    replaying: bool = False
+
+
+class Model:
+    """What the pool should do, in the plainest way."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.free = list(range(total))
+        self.blocks: dict[int, ModelBlock] = {}
+        self.cached: list[int] = []
+        self.index: dict[tuple[bytes, tuple[int, ...]], int] = {}
+        self.tables: dict[int, ModelTable] = {}
+        self.leases: dict[int, ModelLease] = {}
+        self.next_block = self.next_id = 1
+        self.counts: Counter[str] = Counter()
+        self.starving: dict[int, tuple[int, int]] = {}
+        self.order: dict[int, list[int]] = {}  # by lease: blocks it holds directly, in the order it first took them
+
+    # -- blocks
+
+    @property
+    def available(self) -> int:
+        return len(self.free) + len(self.cached)
+
+    def run(self, ids: Iterable[int]) -> tuple[list[int], list[int]]:
+        ids = list(ids)
+        return ids, [int(Format.BF16) << 29 | self.blocks[one].frame * UNITS for one in ids]
+
+    def grant(self, count: int, holder: tuple[int, int]) -> list[int]:
+        while len(self.free) < count:
+            self.drop(self.cached.pop(0))
+            self.counts["evicted"] += 1
+        ids = list(range(self.next_block, self.next_block + count))
+        for one in ids:
+            self.blocks[one] = ModelBlock(self.free.pop(0), [holder])
+        self.next_block += count
+        self.counts["allocated"] += count
+        return ids
+
+    def drop(self, one: int) -> None:
+        block = self.blocks.pop(one)
+        if block.prefix is not None and self.index.get(block.prefix) == one:
+            del self.index[block.prefix]
+        self.free.append(block.frame)
+
+    def hold(self, one: int, holder: tuple[int, int]) -> None:
+        if not self.blocks[one].holders:
+            self.cached.remove(one)
+        self.blocks[one].holders.append(holder)
+
+    def release(self, one: int, holder: tuple[int, int]) -> None:
+        block = self.blocks[one]
+        block.holders.remove(holder)
+        if block.holders:
+            return
+        self.counts["returned"] += 1
+        if block.prefix is not None and self.index.setdefault(block.prefix, one) == one:
+            self.cached.append(one)
+        else:
+            self.counts["freed"] += 1
+            self.drop(one)
+
+    def match(self, request: TableRequest) -> list[int]:
+        found: list[int] = []
+        identity = 0
+        for end in range(SIZE, 0 if request.no_match else len(request.token_ids), SIZE):
+            one = self.index.get((request.salt, tuple(request.token_ids[:end])))
+            if one is None or self.blocks[one].parent != identity:
+                break
+            found.append(one)
+            identity = self.blocks[one].identity
+        return found
+
+    def commit(self, table: ModelTable, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            index = len(table.tokens) // SIZE
+            table.tokens.append(token)
+            self.blocks[table.blocks[index]].tokens.append(token)
+            if len(table.tokens) % SIZE == 0:
+                self.seal(table, index)
+
+    def seal(self, table: ModelTable, index: int) -> None:
+        one = table.blocks[index]
+        block = self.blocks[one]
+        prefix = (table.salt, tuple(table.tokens[: (index + 1) * SIZE]))
+        block.prefix, block.identity = prefix, one
+        block.parent = self.blocks[table.blocks[index - 1]].identity if index else 0
+        first = self.index.setdefault(prefix, one)
+        if first != one and self.blocks[first].parent == block.parent:
+            block.identity = self.blocks[first].identity
+        elif first != one:
+            self.index[prefix] = one
+            if not self.blocks[first].holders:
+                self.cached.remove(first)
+                self.counts["evicted"] += 1
+                self.drop(first)
+
+    # -- tables
+
+    def try_table(self, lease: int, request: TableRequest) -> tuple[int, int, Any]:
+        """(spare, matched, granted table id or None)."""
+        matched = self.match(request)
+        fresh = max(request.num_blocks - len(matched), 0)
+        spare = self.available - sum(not self.blocks[one].holders for one in matched)
+        if request.num_blocks > self.total or fresh > spare:
+            return spare, len(matched), None
+        table_id, self.next_id = self.next_id, self.next_id + 1
+        for one in matched:
+            self.hold(one, (lease, table_id))
+        if not request.no_match:
+            self.counts["hits"] += len(matched) * SIZE
+        blocks = matched + self.grant(fresh, (lease, table_id))
+        tokens = list(request.token_ids[: len(matched) * SIZE])
+        self.tables[table_id] = ModelTable(lease, request.salt, blocks, tokens, len(tokens))
+        return spare, len(matched), table_id
+
+    def drop_table(self, table_id: int) -> None:
+        table = self.tables.pop(table_id)
+        for one in reversed(table.blocks):
+            self.release(one, (table.lease, table_id))
+
+    def end(self, lease_id: int) -> None:
+        for table_id in [one for one, table in self.tables.items() if table.lease == lease_id]:
+            self.drop_table(table_id)
+        for one in reversed(self.order.pop(lease_id)):
+            for _ in range(self.blocks[one].holders.count((lease_id, 0))):
+                self.release(one, (lease_id, 0))
+        del self.leases[lease_id]
+        self.starving.pop(lease_id, None)
+
+    # -- client commands
+
+    def client(self, lease_id: int, now: float) -> ModelLease:
+        lease = self.leases.get(lease_id)
+        if lease is None:
+            raise Refused(Reason.LEASE_NOT_FOUND)
+        if lease.worker:
+            raise Refused(Reason.LEASE_IS_WORKERS)
+        if now >= lease.deadline:
+            self.expire(lease_id)
+            raise Refused(Reason.LEASE_NOT_FOUND)
+        return lease
+
+    def expire(self, lease_id: int) -> None:
+        self.end(lease_id)
+        self.counts["lost"] += 1
+
+    def new_lease(self, lease: ModelLease) -> int:
+        self.leases[self.next_id] = lease
+        self.order[self.next_id] = []
+        self.next_id += 1
+        return self.next_id - 1
+
+    def require(self, in_all: int, fresh: int, spare: int) -> None:
+        if in_all > self.total:
+            raise Refused(Reason.REQUEST_TOO_LARGE)
+        if fresh > spare:
+            self.counts["refused"] += 1
+            raise Refused(Reason.POOL_EXHAUSTED)
+
+    def allocate(self, lease_id: int, count: int, now: float) -> Any:
+        self.client(lease_id, now)
+        self.require(count, count, self.available)
+        ids = self.grant(count, (lease_id, 0))
+        self.order[lease_id] += ids
+        return self.run(ids)
+
+    def free_blocks(self, lease_id: int, ids: Sequence[int], now: float) -> None:
+        self.client(lease_id, now)
+        if any(one not in self.blocks for one in ids):
+            raise Refused(Reason.BLOCK_NOT_FOUND)
+        if any(self.blocks[one].holders.count((lease_id, 0)) < count for one, count in Counter(ids).items()):
+            raise Refused(Reason.BLOCK_NOT_HELD)
+        for one in reversed(ids):
+            block = self.blocks[one]
+            self.release(one, (lease_id, 0))
+            if (lease_id, 0) not in block.holders:
+                self.order[lease_id].remove(one)
+
+    def share(self, lease_id: int, ids: Sequence[int], now: float) -> None:
+        self.client(lease_id, now)
+        if any(one not in self.blocks for one in ids):
+            raise Refused(Reason.BLOCK_NOT_FOUND)
+        for one in ids:
+            block = self.blocks[one]
+            if block.prefix is None and lease_id not in [lease for lease, _ in block.holders]:
+                raise Refused(Reason.BLOCK_NOT_SEALED)
+        for one in ids:
+            self.hold(one, (lease_id, 0))
+            if one not in self.order[lease_id]:
+                self.order[lease_id].append(one)
+
+    def create_table(self, lease_id: int, request: TableRequest, now: float) -> Any:
+        self.client(lease_id, now)
+        spare, matched, table_id = self.try_table(lease_id, request)
+        if table_id is None:
+            self.require(request.num_blocks, request.num_blocks - matched, spare)
+        return table_id, *self.run(self.tables[table_id].blocks), self.tables[table_id].cached
+
+    def own_table(self, lease_id: int, table_id: int, now: float) -> ModelTable:
+        self.client(lease_id, now)
+        if table_id not in self.tables:
+            raise Refused(Reason.TABLE_NOT_FOUND)
+        if self.tables[table_id].lease != lease_id:
+            raise Refused(Reason.TABLE_NOT_HELD)
+        return self.tables[table_id]
+
+    def extend_table(self, lease_id: int, table_id: int, count: int, now: float) -> Any:
+        table = self.own_table(lease_id, table_id, now)
+        self.require(len(table.blocks) + count, count, self.available)
+        ids = self.grant(count, (lease_id, table_id))
+        table.blocks += ids
+        return self.run(ids)
+
+    # -- worker commands
+
+    def worker(self, lease_id: int, now: float) -> ModelLease:
+        lease = self.leases.get(lease_id)
+        if lease is None or not lease.worker:
+            raise Refused(Reason.LEASE_LOST)
+        self.lose_late(lease_id, now)
+        if lease.state is not LeaseState.LIVE:
+            raise Refused(Reason.LEASE_LOST)
+        return lease
+
+    def lose(self, lease_id: int) -> None:
+        self.leases[lease_id].state = LeaseState.LOST
+        self.starving.pop(lease_id, None)
+        self.counts["lost"] += 1
+
+    def lose_late(self, lease_id: int, now: float) -> None:
+        lease = self.leases[lease_id]
+        if lease.state is not LeaseState.LOST and now >= lease.deadline:
+            self.lose(lease_id)
+
+    def attach(self, lock: str, now: float, reclaim: tuple[int, int] | None) -> Any:
+        if reclaim is not None and reclaim[0] == 7 and reclaim[1] in self.leases:
+            lease = self.leases[reclaim[1]]
+            if lease.worker and lease.lock == lock:
+                self.lose_late(reclaim[1], now)
+                if lease.state is not LeaseState.LOST:
+                    lease.state, lease.deadline, lease.replaying = LeaseState.LIVE, now + TIMEOUT, True
+                    return reclaim[1], True
+        return self.new_lease(ModelLease(True, TIMEOUT, now + TIMEOUT, lock)), False
+
+    def step(self, lease_id: int, step: Step, now: float) -> Any:
+        lease = self.worker(lease_id, now)
+        lease.deadline = now + lease.ttl
+        if lease.replaying and step.step_id <= lease.last_step:
+            recent = list(lease.answers)[-MAX_REPLAYED_STEPS:]
+            if step.step_id not in recent:
+                raise Refused(Reason.PROTOCOL_VIOLATION)
+            return lease.answers[step.step_id]
+        if step.step_id != lease.last_step + 1 or not self.lawful(lease_id, step):
+            raise Refused(Reason.PROTOCOL_VIOLATION)
+        lease.last_step, lease.replaying = step.step_id, False
+        for commit in step.commits:
+            self.commit(self.tables[commit.table_id], commit.token_ids)
+        for table_id in step.releases:
+            self.drop_table(table_id)
+        answers = [self.answer_create(lease_id, create) for create in step.creates]
+        answers += [self.answer_extend(lease_id, extend) for extend in step.extends]
+        lease.answers[step.step_id] = answers
+        return answers
+
+    def lawful(self, lease_id: int, step: Step) -> bool:
+        own = {one: table for one, table in self.tables.items() if table.lease == lease_id}
+        written: Counter[int] = Counter()
+        for commit in step.commits:
+            written[commit.table_id] += len(commit.token_ids)
+        named = [*written, *step.releases, *(extend.table_id for extend in step.extends)]
+        return (
+            all(one in own for one in named)
+            and all(len(own[one].tokens) + count <= len(own[one].blocks) * SIZE for one, count in written.items())
+            and len(set(step.releases)) == len(step.releases)
+            and not any(extend.table_id in step.releases or extend.num_blocks < 1 for extend in step.extends)
+        )
+
+    def answer_create(self, lease_id: int, request: TableRequest) -> Any:
+        spare, matched, table_id = self.try_table(lease_id, request)
+        if table_id is None:
+            return self.refuse(lease_id, request.ref, request.num_blocks, matched, spare)
+        table = self.tables[table_id]
+        return "grant", request.ref, table_id, table.cached, *self.run(table.blocks)
+
+    def answer_extend(self, lease_id: int, request: ExtendRequest) -> Any:
+        table = self.tables[request.table_id]
+        if request.num_blocks > self.available or len(table.blocks) + request.num_blocks > self.total:
+            return self.refuse(lease_id, request.ref, len(table.blocks) + request.num_blocks, 0, self.available)
+        ids = self.grant(request.num_blocks, (lease_id, request.table_id))
+        table.blocks += ids
+        return "grant", request.ref, request.table_id, 0, *self.run(ids)
+
+    def refuse(self, lease_id: int, ref: int, in_all: int, matched: int, spare: int) -> Any:
+        self.counts["refused"] += 1
+        if in_all <= self.total:
+            least = min(spare, self.starving.get(lease_id, (0, spare))[1])
+            self.starving[lease_id] = (self.counts["returned"], least)
+        return "refusal", ref, in_all > self.total, matched + spare
+
+    def news(self) -> list[tuple[int, int]]:
+        told = [
+            (lease, self.available)
+            for lease, (returned, spare) in self.starving.items()
+            if self.counts["returned"] > returned
+            and self.available > spare
+            and self.leases[lease].state is LeaseState.LIVE
+        ]
+        for lease, _ in told:
+            del self.starving[lease]
+        return told
+
+    def process_gone(self, lease_id: int) -> None:
+        lease = self.leases.get(lease_id)
+        if lease is not None and lease.worker and lease.state is not LeaseState.LIVE:
+            self.counts["lost"] += lease.state is LeaseState.DETACHED
+            self.end(lease_id)
+
+    def tick(self, now: float) -> list[tuple[int, LeaseState]]:
+        late = [
+            one for one, lease in self.leases.items() if now >= lease.deadline and lease.state is not LeaseState.LOST
+        ]
+        for one in late:
+            (self.lose if self.leases[one].worker else self.expire)(one)
+        return [(one, LeaseState.LOST if one in self.leases else LeaseState.LIVE) for one in late]
+
+
+# A token stream is a list of blocks of one repeated token, so that prefixes often agree, and a part of a block.
+streams = st.builds(
+    lambda blocks, rest: [token for token in blocks for _ in range(SIZE)] + [9] * rest,
+    st.lists(st.integers(0, 1), max_size=3),
+    st.sampled_from([0, 1, 5]),
+)
+tails = st.builds(
+    lambda token, count: [token] * count, st.integers(0, 1), st.sampled_from([1, 3, SIZE, SIZE, 2 * SIZE])
+)
+requests = st.builds(
+    TableRequest,
+    token_ids=streams,
+    num_blocks=st.integers(0, 5),
+    salt=st.sampled_from([b"", b"", b"", b"salt"]),
+    no_match=st.sampled_from([False, False, False, True]),
+    ref=st.integers(0, 99),
+)
+seconds = st.sampled_from([0.0, 1.0, 4.0])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Every command of the pool, on few enough blocks that they are always short."""
+
+    @initialize(total=st.integers(2, 9), clients=st.integers(0, 1))
+    def start(self, total: int, clients: int) -> None:
+        self.pool = Pool(7, SIZE, 1 << 30, total)
+        self.pool.declare(GEOMETRY)
+        self.model = Model(total)
+        self.now = 0.0
+        self.version, self.before = self.pool.version, self.seen()
+        for lock in ("one", "two"):
+            self.attach_worker(lock, None)
+        for _ in range(clients):
+            self.create_client_lease(30.0)
+
+    def agree(self, actual: Callable[[], Any], expected: Callable[[], Any]) -> Any:
+        """Both must answer alike, or refuse for the same reason; the answer, or the reason."""
+        try:
+            predicted: Any = expected()
+        except Refused as refusal:
+            predicted = refusal.reason
+        try:
+            answer = actual()
+        except PagepoolError as error:
+            answer = error.reason
+        assert answer == predicted
+        return answer
+
+    # -- what to name in a command: mostly something that is there
+
+    def leases(self, *, workers: bool) -> st.SearchStrategy[int]:
+        wanted = [one for one, lease in self.model.leases.items() if lease.worker == workers]
+        return st.sampled_from(wanted * 4 + [1, 2, 3, self.model.next_id])
+
+    def tables(self, lease: int) -> st.SearchStrategy[int]:
+        own = [one for one, table in self.model.tables.items() if table.lease == lease]
+        return st.sampled_from(own * 8 + list(self.model.tables) + [self.model.next_id])
+
+    def own_tables(self, lease: int) -> list[int]:
+        return [one for one, table in self.model.tables.items() if table.lease == lease]
+
+    def blocks(self) -> st.SearchStrategy[list[int]]:
+        ids = list(self.model.blocks) or [1]
+        return st.lists(st.sampled_from(ids * 4 + [self.model.next_block]), min_size=1, max_size=3)
+
+    # -- time and leases
+
+    @rule(by=seconds)
+    def time_passes(self, by: float) -> None:
+        self.now += by
+
+    @rule(by=seconds)
+    def tick(self, by: float) -> None:
+        self.now += by
+        late = [(lease.lease_id, lease.state) for lease in self.pool.tick(self.now)]
+        assert late == self.model.tick(self.now)
+
+    @rule(ttl=st.sampled_from([0.5, 5.0, 30.0]))
+    def create_client_lease(self, ttl: float) -> None:
+        granted = max(ttl, 1.0)
+        expected = self.model.new_lease(ModelLease(False, granted, self.now + granted))
+        lease = self.pool.create_lease("client", ttl, self.now)
+        assert (lease.lease_id, lease.ttl_s, lease.deadline) == (expected, granted, self.now + granted)
+
+    @rule(data=st.data())
+    def renew_client_lease(self, data: st.DataObject) -> None:
+        lease = data.draw(self.leases(workers=False))
+
+        def expected() -> float:
+            found = self.model.client(lease, self.now)
+            found.deadline = self.now + found.ttl
+            return found.deadline
+
+        self.agree(lambda: self.pool.renew_lease(lease, self.now).deadline, expected)
+
+    @rule(data=st.data())
+    def release_client_lease(self, data: st.DataObject) -> None:
+        lease = data.draw(self.leases(workers=False))
+
+        def expected() -> None:
+            if lease in self.model.leases:
+                if self.model.leases[lease].worker:
+                    raise Refused(Reason.LEASE_IS_WORKERS)
+                self.model.end(lease)
+
+        self.agree(lambda: self.pool.release_lease(lease, self.now), expected)
+
+    def attach_worker(self, lock: str, reclaim: tuple[int, int] | None) -> None:
+        attached = self.pool.attach("worker", lock, TIMEOUT, self.now, reclaim)
+        expected = self.model.attach(lock, self.now, reclaim)
+        assert (attached.lease.lease_id, attached.reclaimed) == expected
+
+    @rule(lock=st.sampled_from(["one", "two", "three"]), epoch=st.sampled_from([7, 7, 7, 8]), data=st.data())
+    def attach(self, lock: str, epoch: int, data: st.DataObject) -> None:
+        lease = data.draw(st.none() | self.leases(workers=True) | self.leases(workers=True))
+        if lease in self.model.leases and data.draw(st.integers(0, 4)):
+            lock = self.model.leases[lease].lock or lock
+        self.attach_worker(lock, None if lease is None else (epoch, lease))
+
+    @rule(data=st.data())
+    def heartbeat(self, data: st.DataObject) -> None:
+        lease = data.draw(self.leases(workers=True))
+
+        def expected() -> None:
+            self.model.worker(lease, self.now).deadline = self.now + TIMEOUT
+
+        self.agree(lambda: self.pool.heartbeat(lease, self.now), expected)
+
+    @rule(data=st.data())
+    def stream_broken(self, data: st.DataObject) -> None:
+        lease = data.draw(self.leases(workers=True))
+        self.pool.stream_broken(lease)
+        known = self.model.leases.get(lease)
+        if known is not None and known.worker and known.state is LeaseState.LIVE:
+            known.state = LeaseState.DETACHED
+
+    @rule(data=st.data())
+    def detach(self, data: st.DataObject) -> None:
+        lease = data.draw(self.leases(workers=True))
+
+        def expected() -> None:
+            self.model.worker(lease, self.now)
+            self.model.end(lease)
+
+        self.agree(lambda: self.pool.detach(lease, self.now), expected)
+
+    @rule(data=st.data())
+    def fail_lease(self, data: st.DataObject) -> None:
+        lease = data.draw(self.leases(workers=True))
+        self.pool.fail_lease(lease)
+        if lease in self.model.leases and self.model.leases[lease].worker:
+            if self.model.leases[lease].state is not LeaseState.LOST:
+                self.model.lose(lease)
+
+    @rule(data=st.data())
+    def process_gone(self, data: st.DataObject) -> None:
+        waiting = {one: lease.lock for one, lease in self.model.leases.items() if lease.worker}
+        waiting = {one: lock for one, lock in waiting.items() if self.model.leases[one].state is not LeaseState.LIVE}
+        assert dict(self.pool.waiting_for_process()) == waiting
+        lease = data.draw(st.sampled_from(list(waiting)) if waiting else self.leases(workers=True))
+        self.pool.process_gone(lease, self.now)
+        self.model.process_gone(lease)
+
+    # -- client commands
+
+    @rule(count=st.integers(1, 5), data=st.data())
+    def allocate(self, count: int, data: st.DataObject) -> None:
+        lease = data.draw(self.leases(workers=False))
+
+        def actual() -> Any:
+            run = self.pool.allocate_blocks(lease, count, self.now)
+            return list(run.block_ids), list(run.entries)
+
+        self.agree(actual, lambda: self.model.allocate(lease, count, self.now))
+
+    @rule(data=st.data())
+    def free_blocks(self, data: st.DataObject) -> None:
+        lease = data.draw(self.leases(workers=False))
+        own = [one for one in self.model.order.get(lease, []) if data.draw(st.booleans())]
+        ids = own or data.draw(self.blocks())
+        self.agree(
+            lambda: self.pool.free_blocks(lease, ids, self.now),
+            lambda: self.model.free_blocks(lease, ids, self.now),
+        )
+
+    @rule(data=st.data())
+    def share_blocks(self, data: st.DataObject) -> None:
+        lease, ids = data.draw(self.leases(workers=False)), data.draw(self.blocks())
+        self.agree(lambda: self.pool.share_blocks(lease, ids, self.now), lambda: self.model.share(lease, ids, self.now))
+
+    @rule(request=requests, data=st.data())
+    def create_table(self, request: TableRequest, data: st.DataObject) -> None:
+        lease = data.draw(self.leases(workers=False))
+
+        def actual() -> Any:
+            table = self.pool.create_table(lease, request, self.now)
+            return table.table_id, list(table.blocks.block_ids), list(table.blocks.entries), table.cached_tokens
+
+        self.agree(actual, lambda: self.model.create_table(lease, request, self.now))
+
+    @rule(count=st.integers(1, 3), data=st.data())
+    def extend_table(self, count: int, data: st.DataObject) -> None:
+        lease = data.draw(self.leases(workers=False))
+        table = data.draw(self.tables(lease))
+
+        def actual() -> Any:
+            run = self.pool.extend_table(lease, table, count, self.now)
+            return list(run.block_ids), list(run.entries)
+
+        self.agree(actual, lambda: self.model.extend_table(lease, table, count, self.now))
+
+    @rule(data=st.data())
+    def release_table(self, data: st.DataObject) -> None:
+        lease = data.draw(self.leases(workers=False))
+        table = data.draw(self.tables(lease))
+
+        def expected() -> None:
+            self.model.own_table(lease, table, self.now)
+            self.model.drop_table(table)
+
+        self.agree(lambda: self.pool.release_table(lease, table, self.now), expected)
+
+    # -- steps
+
+    def send(self, lease: int, step: Step) -> None:
+        def actual() -> Any:
+            return self.plain(self.pool.step(lease, step, self.now))
+
+        if self.agree(actual, lambda: self.model.step(lease, step, self.now)) is Reason.PROTOCOL_VIOLATION:
+            self.pool.fail_lease(lease)
+            self.model.lose(lease)
+
+    @staticmethod
+    def plain(outcome: StepOutcome) -> list[Any]:
+        """Grants and refusals in the order of their numbers."""
+        answers: list[Any] = [
+            ("grant", one.ref, one.table_id, one.cached_tokens, list(one.blocks.block_ids), list(one.blocks.entries))
+            for one in outcome.grants
+        ]
+        for one in outcome.refusals:
+            answers.append(("refusal", one.ref, one.reason is RefusalReason.REQUEST_TOO_LARGE, one.available_blocks))
+        return sorted(answers, key=lambda answer: answer[1])
+
+    def live_worker(self, data: st.DataObject) -> int:
+        live = [one for one, lease in self.model.leases.items() if lease.worker and lease.state is LeaseState.LIVE]
+        return data.draw(st.sampled_from(live) if live else self.leases(workers=True))
+
+    def next_step(self, lease: int) -> int:
+        known = self.model.leases.get(lease)
+        return known.last_step + 1 if known else 1
+
+    def some_commits(self, data: st.DataObject, lease: int) -> list[Commit]:
+        commits = []
+        for one in self.own_tables(lease)[-3:]:
+            table = self.model.tables[one]
+            room = len(table.blocks) * SIZE - len(table.tokens)
+            if room and data.draw(st.integers(0, 3)):
+                commits.append(Commit(one, data.draw(tails)[:room]))
+        return commits
+
+    @rule(requested=st.lists(requests, min_size=1, max_size=2), data=st.data())
+    def worker_creates(self, requested: list[TableRequest], data: st.DataObject) -> None:
+        lease = self.live_worker(data)
+        creates = [dataclasses.replace(request, ref=ref) for ref, request in enumerate(requested)]
+        self.send(lease, Step(self.next_step(lease), creates=creates))
+
+    @rule(data=st.data())
+    def worker_commits(self, data: st.DataObject) -> None:
+        lease = self.live_worker(data)
+        self.send(lease, Step(self.next_step(lease), commits=self.some_commits(data, lease)))
+
+    @rule(requested=st.lists(requests, max_size=2), extends=st.lists(st.integers(1, 3), max_size=2), data=st.data())
+    def worker_works(self, requested: list[TableRequest], extends: list[int], data: st.DataObject) -> None:
+        lease = self.live_worker(data)
+        commits = self.some_commits(data, lease)
+        releases = [one for one in self.own_tables(lease) if not data.draw(st.integers(0, 2))]
+        left = [one for one in self.own_tables(lease) if one not in releases]
+        creates = [dataclasses.replace(request, ref=ref) for ref, request in enumerate(requested)]
+        more = [
+            ExtendRequest(data.draw(st.sampled_from(left)), count, 10 + ref)
+            for ref, count in enumerate(extends)
+            if left
+        ]
+        self.send(lease, Step(self.next_step(lease), commits, releases, creates, more))
+
+    @rule(off=st.sampled_from([0, 0, -1, 1]), tail=tails, data=st.data())
+    def worker_errs(self, off: int, tail: list[int], data: st.DataObject) -> None:
+        lease = data.draw(self.leases(workers=True))
+        commits = [Commit(one, tail) for one in data.draw(st.lists(self.tables(lease), max_size=2))]
+        releases = data.draw(st.lists(self.tables(lease), max_size=2))
+        extends = [
+            ExtendRequest(one, 1, ref) for ref, one in enumerate(data.draw(st.lists(self.tables(lease), max_size=1)))
+        ]
+        self.send(lease, Step(self.next_step(lease) + off, commits, releases, (), extends))
+
+    @rule(back=st.integers(1, 3), data=st.data())
+    def worker_reclaims_and_repeats(self, back: int, data: st.DataObject) -> None:
+        lease = self.live_worker(data)
+        known = self.model.leases.get(lease)
+        if known is None or not known.worker:
+            return
+        self.pool.stream_broken(lease)
+        known.state = LeaseState.DETACHED if known.state is LeaseState.LIVE else known.state
+        self.attach_worker(known.lock, (7, lease))
+        if known.state is LeaseState.LIVE:
+            self.send(lease, Step(known.last_step + 1 - back))
+
+    @rule()
+    def capacity_news(self) -> None:
+        assert self.pool.take_capacity_news() == self.model.news()
+
+    # -- after each command
+
+    @invariant()
+    def pool_is_whole_and_equals_the_model(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        self.pool.check()
+        seen = self.seen()
+        assert seen == self.wanted()
+        assert self.pool.version > self.version or seen == self.before, "a change did not raise the version"
+        self.version, self.before = self.pool.version, seen
+
+    def seen(self) -> Any:
+        pool, counters = self.pool, self.pool.counters
+        blocks = {
+            one.block_id: (
+                one.entry,
+                one.state,
+                sorted((holder.lease_id, holder.table_id, holder.ref_count) for holder in one.holders),
+                one.ref_count,
+                one.sealed,
+                one.num_tokens,
+            )
+            for one in pool.blocks_after(0, 1000, None, self.now)
+        }
+        tables = {}
+        for listed in pool.tables_after(0, 1000, self.now):
+            one = pool.table(listed.table_id, self.now)
+            tables[one.table_id] = (one.lease_id, list(one.blocks.block_ids), list(one.token_ids), one.cached_tokens)
+        counts = (
+            counters.allocated_blocks,
+            counters.freed_blocks,
+            counters.evicted_blocks,
+            counters.prefix_hit_tokens,
+            counters.refused_requests,
+            counters.lost_leases,
+        )
+        usage = pool.usage()
+        return blocks, tables, (usage.free, usage.held, usage.cached, usage.quarantined), counts
+
+    def wanted(self) -> Any:
+        model = self.model
+        blocks = {
+            one: (
+                model.run([one])[1][0],
+                self.state_of(block),
+                sorted((*holder, count) for holder, count in Counter(block.holders).items()),
+                len(block.holders),
+                block.prefix is not None,
+                len(block.tokens),
+            )
+            for one, block in model.blocks.items()
+        }
+        tables = {one: (table.lease, table.blocks, table.tokens, table.cached) for one, table in model.tables.items()}
+        names = ("allocated", "freed", "evicted", "hits", "refused", "lost")
+        states = Counter(state for _, state, *_ in blocks.values())
+        usage = (len(model.free), states[B.HELD], states[B.CACHED], states[B.QUARANTINED])
+        return blocks, tables, usage, tuple(model.counts[name] for name in names)
+
+    def state_of(self, block: ModelBlock) -> B:
+        if not block.holders:
+            return B.CACHED
+        lost = self.model.leases[block.holders[0][0]].state is LeaseState.LOST
+        return B.QUARANTINED if lost and block.prefix is None else B.HELD
+
+    @invariant()
+    def leases_equal_the_models(self) -> None:
+        if hasattr(self, "model"):
+            for one, lease in self.model.leases.items():
+                view = self.pool.lease(one)
+                assert (view.state, view.deadline, view.is_worker) == (lease.state, lease.deadline, lease.worker)
+            alive = [lease for lease in self.model.leases.values() if lease.state is not LeaseState.LOST]
+            assert self.pool.num_leases == len(alive)
+            assert self.pool.next_deadline() == min((lease.deadline for lease in alive), default=None)
+
+    @invariant()
+    def digests_are_equal_where_contents_are(self) -> None:
+        if hasattr(self, "model"):
+            pairs = {(self.pool.block(one, self.now).digest, block.prefix) for one, block in self.model.blocks.items()}
+            assert len(pairs) == len({digest for digest, _ in pairs}) == len({prefix for _, prefix in pairs})
+
+
+SUITE = settings(
+    max_examples=500,
+    stateful_step_count=30,
+    deadline=None,
+    database=None,
+    report_multiple_bugs=False,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+
+
+def test_500_random_command_sequences_keep_the_invariant_and_agree_with_the_model() -> None:
+    run_state_machine_as_test(PoolMachine, settings=SUITE)
