@@ -1,0 +1,109 @@
+"""An engine over memd's core in process, turned by hand on a clock that only goes on when it is asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from inferd.core.messages import EngineState, Failed, Finished, Sampling, Submit, Tokens
+from inferd.core.scheduler import Limits
+from inferd.engine import Engine
+from inferd.surroundings import Attachment, Surroundings
+from memd.core.pool import Pool
+from pagepool.errors import PagepoolError
+from tests.cpu.memory_pool import MemoryPool, TokenModel, make_pool
+
+EOS = 210
+
+
+class Rig:
+    """`session`, `model` and `pool` are those of the present attachment."""
+
+    def __init__(self, num_blocks: int = 64, limits: Limits | None = None) -> None:
+        self.pool: Pool = make_pool(num_blocks)
+        self.sent: list[Any] = []
+        self.now = 0.0
+        self.refusals: list[PagepoolError] = []
+        self.closed: list[MemoryPool] = []
+        self.warmed_up = 0
+        signal = threading.Event()
+        self.signal = signal
+        surroundings = Surroundings(self._attach, self.sent.append, signal, self._clock)
+        self.engine = Engine(surroundings, limits or Limits(), [EOS])
+
+    def _clock(self) -> float:
+        self.now += 1e-4
+        return self.now
+
+    def _attach(self) -> Attachment:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.session, self.model = MemoryPool(self.pool, self.signal), TokenModel(self.pool)
+        return Attachment(self.session, self.model, self._closer(self.session), self._warm_up)
+
+    def _closer(self, session: MemoryPool) -> Callable[[], None]:
+        def close() -> None:
+            self.closed.append(session)
+            if session.pool is self.pool:
+                session.pool.detach(session.lease_id, 0.0)
+
+        return close
+
+    def _warm_up(self) -> None:
+        self.warmed_up += 1
+
+    def submit(self, request: int, prompt: list[int], most: int = 8, **options: Any) -> None:
+        options.setdefault("sampling", Sampling(temperature=0))
+        options.setdefault("ignore_eos", True)
+        self.engine.post(Submit(request, prompt, most, **options))
+
+    def turn(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.engine.turn()
+
+    def settle(self, most: int = 2000) -> None:
+        """Turn until there is nothing left to do."""
+        for _ in range(most):
+            rest_s = self.engine.turn()
+            if rest_s is None or (rest_s > 0 and not self.signal.is_set()):
+                return
+            if rest_s > 0:
+                self.signal.clear()
+        raise AssertionError(f"still busy after {most} turns")
+
+    def generated(self, request: int) -> list[int]:
+        return [
+            token
+            for message in self.sent
+            if isinstance(message, Tokens)
+            for owner, tokens in message.items
+            if owner == request
+            for token in tokens
+        ]
+
+    def end(self, request: int) -> Finished | Failed | None:
+        ends = [each for each in self.sent if isinstance(each, Finished | Failed) and each.request == request]
+        assert len(ends) < 2, "a request ended twice"
+        return ends[0] if ends else None
+
+    def finished(self, request: int) -> Finished:
+        end = self.end(request)
+        assert isinstance(end, Finished), end
+        return end
+
+    def failed(self, request: int) -> Failed:
+        end = self.end(request)
+        assert isinstance(end, Failed), end
+        return end
+
+    @property
+    def phases(self) -> list[str]:
+        states = [message.phase for message in self.sent if isinstance(message, EngineState)]
+        return [phase for index, phase in enumerate(states) if index == 0 or states[index - 1] != phase]
+
+    def check_nothing_held(self) -> None:
+        """Every block has come back, exactly."""
+        self.pool.check()
+        usage = self.pool.usage()
+        assert (usage.held, usage.quarantined, self.pool.num_tables) == (0, 0, 0)
