@@ -36,6 +36,8 @@ class Setup:
     max_queue: int = 1024
     warmup: bool = True
     cache_dir: str = ""
+    log_level: str = "info"
+    log_format: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

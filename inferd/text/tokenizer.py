@@ -46,6 +46,8 @@ class Tokenizer:
         self._control_ids = frozenset(number for number, token in added.items() if token.content in special | written)
         self._unmarked = _any_of(written - special)
         self._before, self._after = self._frame()
+        self.longest_token = max(map(len, backend.get_vocab()), default=1)
+        """Letters of the longest token: a text has at least one token for each that many characters."""
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:

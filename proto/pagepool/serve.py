@@ -27,7 +27,7 @@ _log = structlog.get_logger("pagepool.serve")
 class Servers:
     """The servers of one daemon. `claim`, `open`, then `serving`; at the end `draining`, then `stop`.
 
-    Health answers NOT_SERVING, for "" and each service, before `serving` and after `draining`.
+    Health answers NOT_SERVING, for "" and each service, before `serving`, after `not_serving` and after `draining`.
     """
 
     def __init__(self) -> None:
@@ -74,6 +74,10 @@ class Servers:
         """Health answers SERVING from now on."""
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
+    async def not_serving(self) -> None:
+        """Health answers NOT_SERVING until `serving` is called again."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
     async def draining(self) -> None:
         """Health answers NOT_SERVING from now on."""
         await self._health.enter_graceful_shutdown()
@@ -109,5 +113,8 @@ def _options(*, local: bool) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", size),
         ("grpc.http2.min_ping_interval_without_data_ms", 30_000),
         ("grpc.keepalive_permit_without_calls", 1),
+        # Its pings would end every stream of a host that was suspended for a minute; a fixed window does as well here.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", 4 << 20),
         ("grpc.enable_channelz", int(local)),
     ]

@@ -47,7 +47,9 @@ def metaspace() -> Backend:
 
 
 def word_piece() -> Backend:
-    vocab = {word: number for number, word in enumerate(["[UNK]", "[SEP]", "run", "##ning", "##s", "the", "dog", ",", "."])}
+    vocab = {
+        word: number for number, word in enumerate(["[UNK]", "[SEP]", "run", "##ning", "##s", "the", "dog", ",", "."])
+    }
     backend = Backend(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(cleanup=False)

@@ -1,0 +1,19 @@
+"""`inferd`, and `python -m inferd`."""
+
+from __future__ import annotations
+
+import sys
+
+from pagepool.early import quit_on_sigterm
+
+
+def main() -> int:
+    """The console script."""
+    quit_on_sigterm()
+    from inferd import front  # takes long, and SIGTERM is to be orderly meanwhile
+
+    return front.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

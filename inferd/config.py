@@ -1,0 +1,119 @@
+"""inferd's settings. The only place in inferd that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pagepool.errors import invalid_field
+from pagepool.listen import Listener, UnixListener, default_socket, parse_listener
+from pagepool.logs import FORMATS, LEVELS
+from pagepool.settings import Loaded, choice, load, parse_bool, parse_positive, parse_seconds, setting
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SPINS = ("auto", "on", "off")
+MAX_NAME_BYTES = 128
+
+
+def parse_memd(text: str) -> str:
+    """The gRPC target of memd's socket. Raises INVALID_FIELD unless it is unix:PATH."""
+    listener = parse_listener(text)
+    if not isinstance(listener, UnixListener):
+        remedy = "give memd's Unix socket, since the pool's memory is not handed out over TCP"
+        raise invalid_field("memd", text, "unix:PATH", remedy)
+    return str(listener)
+
+
+def parse_name(text: str) -> str:
+    """A worker's name. Raises ValueError."""
+    if not 1 <= len(text.encode()) <= MAX_NAME_BYTES:
+        raise ValueError(f"from 1 to {MAX_NAME_BYTES} bytes long")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferdConfig:
+    """What inferd can be told."""
+
+    model: str = setting("a hub id, a folder, a GGUF file, or smollm2", default="smollm2")
+    memd: str = setting("memd's socket, unix:PATH (default: memd's own default)", parse_memd, default="")
+    listen: tuple[Listener, ...] = setting(
+        "where to listen: unix:PATH or tcp:HOST:PORT, repeatable (default: unix:inferd.sock in "
+        "$XDG_RUNTIME_DIR/pagepool, else in /run/pagepool for root, else in /tmp/pagepool-UID)",
+        parse_listener,
+        default=(),
+        repeatable=True,
+    )
+    name: str = setting("the worker's name, for people (default: inferd-PID)", parse_name, default="")
+    dtype: str = setting(
+        f"of weights and pool: {', '.join(DTYPES)} (auto: the model's own)", choice(*DTYPES), default="auto"
+    )
+    threads: int = setting("threads of the engine's arithmetic (default: one per core)", parse_positive, default=0)
+    spin: str = setting(
+        "whether those threads wait for each other awake: on is fastest on an idle machine and slowest on a busy one; "
+        "auto: on if a core is left for the others",
+        choice(*SPINS),
+        default="auto",
+    )
+    max_batch_tokens: int = setting(
+        "tokens of one step, prompts and continuations together", parse_positive, default=512
+    )
+    max_num_seqs: int = setting("requests that run at once", parse_positive, default=64)
+    max_queue: int = setting("requests that wait; more are refused", parse_positive, default=1024)
+    warmup: bool = setting("run all shapes before health says SERVING", parse_bool, default=True)
+    cache_dir: Path | None = setting(
+        "converted models and tokenizers (default: pagepool in $XDG_CACHE_HOME, else in ~/.cache)", Path, default=None
+    )
+    drain_grace: float = setting("seconds that requests have to end when inferd stops", parse_seconds, default=10.0)
+    print_geometry: bool = setting(
+        "print the model's geometry for `memd --geometry`, and exit", parse_bool, default=False
+    )
+    log_level: str = setting(f"least level to log: {', '.join(LEVELS)}", choice(*LEVELS), default="info")
+    log_format: str = setting(f"how to log: {', '.join(FORMATS)}", choice(*FORMATS), default="auto")
+
+
+def load_config(argv: Sequence[str]) -> Loaded[InferdConfig]:
+    """The settings in force. Raises INVALID_FIELD, naming where the wrong value stands."""
+    loaded = load(InferdConfig, "inferd", argv, os.environ)
+    given, uid = loaded.config, os.getuid()
+    cores = len(os.sched_getaffinity(0))
+    config = replace(
+        given,
+        memd=given.memd or f"unix:{default_socket('memd', os.environ, uid)}",
+        listen=given.listen or (UnixListener(default_socket("inferd", os.environ, uid)),),
+        name=given.name or f"inferd-{os.getpid()}",
+        threads=given.threads or cores,
+        cache_dir=given.cache_dir or _cache_dir(),
+    )
+    spin = config.spin if config.spin != "auto" else "on" if config.threads < cores else "off"
+    return replace(loaded, config=replace(config, spin=spin))
+
+
+def engine_environment(config: InferdConfig) -> dict[str, str]:
+    """The environment of an engine process: OpenMP reads its settings before any of our code runs.
+
+    Threads that wait awake save a third of a step on an idle machine, and stall it forty times over where a neighbour
+    takes a core.
+    """
+    threads = str(config.threads)
+    waiting = {"OMP_WAIT_POLICY": "ACTIVE"} if config.spin == "on" else {"OMP_WAIT_POLICY": "PASSIVE"}
+    return {
+        **os.environ,
+        **waiting,
+        "OMP_NUM_THREADS": threads,
+        "NUMBA_NUM_THREADS": threads,
+        "NUMBA_THREADING_LAYER": "omp",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def notify_address() -> str | None:
+    """Where systemd wants to be told, if it does."""
+    return os.environ.get("NOTIFY_SOCKET")
+
+
+def _cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "pagepool"

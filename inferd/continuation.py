@@ -1,0 +1,108 @@
+"""One continuation: tokens in, text and ids out, and how it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncGenerator
+
+from google.protobuf import duration_pb2
+
+from inferd.core.messages import Ending, Finished, Used
+from inferd.dispatch import Dispatcher, TokenStream
+from inferd.text.detokenizer import Detokenizer
+from inferd.text.stops import StopFinder
+from pagepool.errors import PagepoolError, Reason
+from pagepool.inferd.v1 import generation_service_pb2 as pb
+
+_REASONS = {
+    Ending.END_OF_SEQUENCE: pb.FINISH_REASON_END_OF_SEQUENCE,
+    Ending.STOP_TOKEN: pb.FINISH_REASON_STOP,
+    Ending.MAX_TOKENS: pb.FINISH_REASON_MAX_TOKENS,
+}
+
+
+class Continuation:
+    """Reads a stream to its end. Every token is given out once, with the text that is certain by then.
+
+    While nobody takes what is given out, tokens pile up in the stream and then come as one message.
+    """
+
+    def __init__(
+        self, dispatcher: Dispatcher, stream: TokenStream, detokenizer: Detokenizer, stops: StopFinder
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._stream = stream
+        self._detokenizer = detokenizer
+        self._stops = stops
+        self._generated = 0
+
+    async def events(self) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Tokens as they come, then finished. Raises what the engine ended the request with."""
+        ended = False
+        while self._stops.found is None and not ended:
+            ended = self._stream.end is not None  # asked before the read, which then has all there is
+            for event in self._tokens(await self._stream.read()):
+                yield event
+        whole = self._stops.found is None and isinstance(self._stream.end, Finished)
+        if whole and (text := self._rest()):
+            yield _tokens(text, [])
+        yield _finished(await self._end(), self._stops.found, self._generated)
+
+    def _tokens(self, token_ids: list[int]) -> list[pb.GenerateResponse]:
+        """The event for new tokens, if any; those behind a stop text were not asked for."""
+        text, taken = "", 0
+        for token in token_ids:
+            text += self._stops.feed(self._detokenizer.feed((token,)))
+            taken += 1
+            if self._stops.found is not None:
+                break
+        self._generated += taken
+        return [_tokens(text, token_ids[:taken])] if taken else []
+
+    def _rest(self) -> str:
+        """What was held back; a stop text in it counts."""
+        text = self._stops.feed(self._detokenizer.flush())
+        return text if self._stops.found is not None else text + self._stops.flush()
+
+    async def _end(self) -> Finished:
+        """The engine's account, waited for if a stop text ended the request before the engine did."""
+        self._dispatcher.cancel(self._stream)
+        while (end := self._stream.end) is None:
+            await self._stream.read()
+        if isinstance(end, PagepoolError):
+            raise end
+        if end.ending is Ending.CANCELLED and self._stops.found is None:
+            raise PagepoolError(Reason.DRAINING, "the worker stopped before the request ended", retry_after_s=1.0)
+        return end
+
+
+def _tokens(text: str, token_ids: list[int]) -> pb.GenerateResponse:
+    return pb.GenerateResponse(tokens=pb.GenerateTokens(text=text, token_ids=token_ids))
+
+
+def _finished(end: Finished, stop_text: str | None, generated: int) -> pb.GenerateResponse:
+    used = dataclasses.replace(end.used, generated_tokens=generated)
+    finished = pb.GenerateFinished(reason=pb.FINISH_REASON_STOP, stop_text=stop_text or "", usage=_usage(used))
+    if stop_text is None:
+        finished.reason = _REASONS[end.ending]
+        if end.stop_token_id is not None:
+            finished.stop_token_id = end.stop_token_id
+    return pb.GenerateResponse(finished=finished)
+
+
+def _usage(used: Used) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=used.prompt_tokens,
+        cached_tokens=used.cached_tokens,
+        generated_tokens=used.generated_tokens,
+        queue_time=duration(used.queue_s),
+        prefill_time=duration(used.prefill_s),
+        decode_time=duration(used.decode_s),
+    )
+
+
+def duration(seconds: float) -> duration_pb2.Duration:
+    """Seconds as the wire has them."""
+    span = duration_pb2.Duration()
+    span.FromNanoseconds(round(seconds * 1e9))
+    return span

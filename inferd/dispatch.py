@@ -1,0 +1,181 @@
+"""Open requests by number, and the one engine that they go to."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from inferd.core.messages import Cancel, EngineState, Failed, Finished, ModelCard, Submit, Tokens
+from pagepool.errors import PagepoolError, Reason
+
+STARTING_RETRY_S, POOL_RETRY_S, DRAINING_RETRY_S = 1.0, 0.5, 1.0
+
+End = Finished | PagepoolError
+
+
+class TokenStream:
+    """The tokens of one request as the engine delivers them, for one reader.
+
+    Holds at most the request's max_tokens ids, however slow the reader is.
+    """
+
+    def __init__(self, request: int) -> None:
+        self.request = request
+        self.end: End | None = None
+        self._tokens: list[int] = []
+        self._news = asyncio.Event()
+
+    def deliver(self, tokens: list[int]) -> None:
+        """More tokens."""
+        self._tokens += tokens
+        self._news.set()
+
+    def finish(self, end: End) -> None:
+        """The last word; what comes later is ignored."""
+        if self.end is None:
+            self.end = end
+            self._news.set()
+
+    async def read(self) -> list[int]:
+        """Waits for news; the tokens since the last call, maybe none. Whether that was all says `end`."""
+        if self.end is None:
+            await self._news.wait()
+            self._news.clear()
+        tokens, self._tokens = self._tokens, []
+        return tokens
+
+
+class Dispatcher:
+    """Hands requests to the engine that is there, and what it says to their streams. For one asyncio loop.
+
+    `on_change` is called after each change of `state`, `card` or `draining`.
+    """
+
+    def __init__(self, on_change: Callable[[], None] = lambda: None) -> None:
+        self.state = EngineState("loading")
+        self.card: ModelCard | None = None
+        self.draining = False
+        self.fatal: PagepoolError | None = None
+        """Why the engine said that it cannot start."""
+        self._on_change = on_change
+        self._send: Callable[[Any], None] | None = None
+        self._streams: dict[int, TokenStream] = {}
+        self._numbers = itertools.count(1)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    def require_serving(self) -> None:
+        """Raises DRAINING, ENGINE_STARTING or POOL_LOST unless a request can be taken."""
+        if self.draining:
+            message = "the worker is stopping; try another one, or this one after a while"
+            raise PagepoolError(Reason.DRAINING, message, retry_after_s=DRAINING_RETRY_S)
+        if self._send is None or self.state.phase in {"loading", "warming_up", "stopped"}:
+            raise self.starting()
+        if self.state.phase != "serving":
+            message = f"the worker waits for memd ({self.state.detail or self.state.phase}); retry in a moment"
+            raise PagepoolError(Reason.POOL_LOST, message, retry_after_s=POOL_RETRY_S, phase=self.state.phase)
+
+    def starting(self) -> PagepoolError:
+        """ENGINE_STARTING, to be raised."""
+        detail = self.state.detail or self.state.phase
+        message = f"the engine is not ready yet ({detail}); retry in a moment"
+        return PagepoolError(Reason.ENGINE_STARTING, message, retry_after_s=STARTING_RETRY_S, phase=self.state.phase)
+
+    def submit(self, draft: Submit) -> TokenStream:
+        """Sends a request, numbered anew, to the engine. Raises what `require_serving` raises.
+
+        The caller gives the stream back by `release`, in any case.
+        """
+        self.require_serving()
+        stream = TokenStream(next(self._numbers))
+        if not self._tell(dataclasses.replace(draft, request=stream.request)):
+            raise self.starting()
+        self._streams[stream.request] = stream
+        self._idle.clear()
+        return stream
+
+    def cancel(self, stream: TokenStream) -> None:
+        """Has the engine stop; its Finished comes as the stream's end."""
+        if stream.end is None:
+            self._tell(Cancel(stream.request))
+
+    def release(self, stream: TokenStream) -> None:
+        """The reader is gone: cancels what has not ended, and forgets the stream."""
+        if self._streams.pop(stream.request, None) is not None:
+            self.cancel(stream)
+        if not self._streams:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Waits until no request is open."""
+        await self._idle.wait()
+
+    def drain(self) -> None:
+        """From now on no request is taken."""
+        self.draining = True
+        self._on_change()
+
+    def connected(self, send: Callable[[Any], None]) -> None:
+        """An engine process is there; `send` raises ConnectionError when it is gone."""
+        self._send = send
+        self._enter(EngineState("loading"))
+
+    def disconnected(self, why: str) -> None:
+        """The engine process is gone, and every open request with it."""
+        self._send = None
+        self._enter(dataclasses.replace(self.state, phase="stopped", detail=why, waiting=0, running=0, pool_epoch=0))
+        for stream in self._streams.values():
+            message = f"the engine failed ({why}); retry elsewhere and look into the worker's log"
+            stream.finish(PagepoolError(Reason.ENGINE_FAILED, message, cause=why))
+
+    def receive(self, message: Any) -> None:
+        """A message of the engine. Those for streams that are gone are ignored."""
+        if isinstance(message, Tokens):
+            for request, tokens in message.items:
+                if stream := self._streams.get(request):
+                    stream.deliver(tokens)
+        elif isinstance(message, Finished):
+            self._finish(message.request, message)
+        elif isinstance(message, Failed) and message.request == 0:
+            self.fatal = _error(message)
+        elif isinstance(message, Failed):
+            self._finish(message.request, _error(message))
+        elif isinstance(message, ModelCard):
+            self.card = message
+            self._on_change()
+        elif isinstance(message, EngineState):
+            self._enter(message)
+
+    def _finish(self, request: int, end: End) -> None:
+        if stream := self._streams.get(request):
+            stream.finish(end)
+
+    def _enter(self, state: EngineState) -> None:
+        changed = state.phase != self.state.phase
+        self.state = state
+        if changed:
+            self._on_change()
+
+    def _tell(self, message: Any) -> bool:
+        """Sends a message; False if the engine is gone, of which the supervisor hears too and ends what is open."""
+        if self._send is None:
+            return False
+        try:
+            self._send(message)
+        except ConnectionError:
+            return False
+        return True
+
+
+def _error(failed: Failed) -> PagepoolError:
+    error = PagepoolError(Reason(failed.reason), failed.message, field=failed.field, retry_after_s=failed.retry_after_s)
+    error.metadata = dict(failed.metadata)
+    return error

@@ -1,0 +1,136 @@
+"""What a request may ask for: every field's limit, and the error that names it."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from inferd.core.messages import ModelCard, Sampling, Submit
+from pagepool.errors import PagepoolError, Reason, invalid_field
+from pagepool.inferd.v1 import generation_service_pb2 as pb
+
+DEFAULT_MAX_TOKENS = 256
+MAX_TEMPERATURE = 100.0
+MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_TOKENS = 16, 256, 64
+MAX_REQUEST_ID_BYTES, MAX_SALT_BYTES = 128, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A request without its prompt, found in order."""
+
+    request_id: str
+    max_tokens: int | None
+    stops: list[str]
+    draft: Submit
+
+    def submit(self, prompt: list[int], card: ModelCard) -> Submit:
+        """The request with its prompt. Raises PROMPT_EMPTY or PROMPT_TOO_LONG."""
+        if not prompt:
+            raise prompt_empty("prompt")
+        left = card.max_context_tokens - len(prompt)
+        if left < (self.max_tokens or 1):
+            raise prompt_too_long(len(prompt), self.max_tokens or 1, card)
+        max_tokens = self.max_tokens or min(DEFAULT_MAX_TOKENS, left)
+        draft = self.draft
+        return Submit(
+            0, prompt, max_tokens, draft.sampling, draft.stop_token_ids, draft.ignore_eos, draft.salt, draft.priority
+        )
+
+
+def check(request: pb.GenerateRequest, card: ModelCard) -> Checked:
+    """Everything but the prompt's length. Raises INVALID_FIELD; draws the name and the seed that are not given."""
+    _at_most("request_id", len(request.request_id.encode()), MAX_REQUEST_ID_BYTES, "bytes", "use a shorter name")
+    if request.HasField("max_tokens") and request.max_tokens < 1:
+        raise invalid_field("max_tokens", request.max_tokens, "at least 1", "leave it out for the default")
+    _check_stops(request.stop)
+    _at_most("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKENS, "ids", "give fewer")
+    check_token_ids("stop_token_ids", request.stop_token_ids, card)
+    _at_most("cache_salt", len(request.cache_salt), MAX_SALT_BYTES, "bytes", "use a digest of it")
+    draft = Submit(
+        request=0,
+        prompt=[],
+        max_tokens=0,
+        sampling=_sampling(request.sampling),
+        stop_token_ids=list(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        salt=request.cache_salt,
+        priority=request.priority,
+    )
+    max_tokens = request.max_tokens if request.HasField("max_tokens") else None
+    return Checked(request.request_id or uuid.uuid4().hex, max_tokens, list(request.stop), draft)
+
+
+def check_token_ids(field: str, token_ids: Iterable[int], card: ModelCard) -> None:
+    """Raises INVALID_FIELD, naming the first id outside the model's vocabulary."""
+    for position, token in enumerate(token_ids):
+        if token >= card.vocab_size:
+            limit = f"a token id below {card.vocab_size}, the size of the vocabulary"
+            raise invalid_field(f"{field}[{position}]", token, limit, "take ids from Tokenize of this model")
+
+
+def check_messages(field: str, messages: Iterable[pb.ChatMessage]) -> list[dict[str, str]]:
+    """The messages as a chat template takes them. Raises INVALID_FIELD if there are none, or one without a role."""
+    plain = [{"role": message.role, "content": message.content} for message in messages]
+    if not plain:
+        raise invalid_field(field, "empty", "at least one message", 'send one with role "user"')
+    for position, message in enumerate(plain):
+        if not message["role"]:
+            raise invalid_field(f"{field}[{position}].role", "empty", "a role", 'send "system", "user" or "assistant"')
+    return plain
+
+
+def prompt_empty(field: str) -> PagepoolError:
+    """PROMPT_EMPTY, to be raised."""
+    return PagepoolError(
+        Reason.PROMPT_EMPTY, f"{field} has no tokens, but needs at least 1; send some text", field=field
+    )
+
+
+def prompt_too_long(prompt_tokens: int, max_tokens: int, card: ModelCard, *, at_least: bool = False) -> PagepoolError:
+    """PROMPT_TOO_LONG, to be raised; `at_least` says that the prompt was not counted to its end."""
+    message = (
+        f"prompt has {'at least ' if at_least else ''}{prompt_tokens} tokens and max_tokens is {max_tokens}, but the "
+        f"model's context holds {card.max_context_tokens} in all; shorten the prompt or ask for fewer tokens"
+    )
+    return PagepoolError(
+        Reason.PROMPT_TOO_LONG,
+        message,
+        field="prompt",
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        max_context_tokens=card.max_context_tokens,
+    )
+
+
+def _sampling(given: pb.SamplingParams) -> Sampling:
+    temperature = given.temperature if given.HasField("temperature") else 1.0
+    if not (math.isfinite(temperature) and 0 <= temperature <= MAX_TEMPERATURE):
+        limit = f"a finite number from 0 to {MAX_TEMPERATURE:g}"
+        raise invalid_field("sampling.temperature", temperature, limit, "use 0 for greedy, 1 for the model's own")
+    top_p = given.top_p if given.HasField("top_p") else 1.0
+    if not 0 < top_p <= 1:
+        raise invalid_field("sampling.top_p", top_p, "above 0 and at most 1", "leave it out to keep all tokens")
+    if given.top_k < 0:
+        raise invalid_field("sampling.top_k", given.top_k, "at least 0", "use 0 to keep all tokens")
+    if not 0 <= given.min_p <= 1:
+        raise invalid_field("sampling.min_p", given.min_p, "from 0 to 1", "use 0 to keep all tokens")
+    seed = given.seed if given.HasField("seed") else secrets.randbits(64)
+    return Sampling(temperature, top_p, given.top_k, given.min_p, seed, given.sample_index)
+
+
+def _check_stops(stops: Iterable[str]) -> None:
+    sizes = [len(stop.encode()) for stop in stops]
+    _at_most("stop", len(sizes), MAX_STOPS, "texts", "give fewer")
+    for position, size in enumerate(sizes):
+        if not 1 <= size <= MAX_STOP_BYTES:
+            limit = f"from 1 to {MAX_STOP_BYTES} bytes long"
+            raise invalid_field(f"stop[{position}]", f"{size} bytes long", limit, "shorten it or leave it out")
+
+
+def _at_most(field: str, size: int, limit: int, unit: str, remedy: str) -> None:
+    if size > limit:
+        raise invalid_field(field, f"{size} {unit} long", f"at most {limit} {unit}", remedy)
