@@ -1,0 +1,159 @@
+"""The pool drawn as a memory map: one glyph per block, where it physically lies. Pure text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from pagekernels.layout import unpack_entry
+from pagepool.memd.v1.types_pb2 import (
+    BLOCK_STATE_CACHED,
+    BLOCK_STATE_QUARANTINED,
+    Block,
+    BlockTable,
+    Pool,
+)
+
+FREE = "·"
+KINDS = {
+    "█": ("held", "green", "sealed, in use"),
+    "◆": ("shared", "cyan", "sealed, in use by several"),
+    "▒": ("filling", "yellow", "in use, written to in part"),
+    "▫": ("reserved", "yellow", "in use, not written to yet"),
+    "░": ("cached", "blue", "sealed, in use by nobody: can be matched, or evicted"),
+    "✗": ("quarantined", "red", "waits for a lost worker's process to end"),
+    FREE: ("free", "dim", "holds nothing"),
+}
+"""Glyph: name, style, meaning."""
+
+Style = Callable[[str, str], str]
+"""Puts text into a named style."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A pool with its blocks and tables, read one after the other."""
+
+    pool: Pool
+    blocks: Sequence[Block] = field(default_factory=tuple)
+    tables: Sequence[BlockTable] = field(default_factory=tuple)
+
+
+def glyph(block: Block) -> str:
+    """How a block is drawn."""
+    if block.state == BLOCK_STATE_QUARANTINED:
+        return "✗"
+    if block.state == BLOCK_STATE_CACHED:
+        return "░"
+    if not block.sealed:
+        return "▒" if block.num_tokens else "▫"
+    return "◆" if block.ref_count > 1 else "█"
+
+
+def position(entry: int) -> int:
+    """Where a block of the native format lies in the pool, counted in such blocks."""
+    fmt, _, unit = unpack_entry(entry)
+    return unit // fmt.itemsize
+
+
+def draw(snapshot: Snapshot, width: int, style: Style) -> list[str]:
+    """Lines: the pool in figures, the map with free rows folded, the legend, and the tables with their blocks."""
+    pool = snapshot.pool
+    title = f"{style('pool', 'bold')} {pool.epoch:016x} on {pool.device}, {_bytes(pool.slab_bytes)}"
+    if not pool.usage.total_blocks:
+        return [f"{title}: not cut into blocks yet, since no worker has attached"]
+    lines = [f"{title}: {_cut(pool)}", _use(pool)]
+    cells = [FREE] * pool.usage.total_blocks
+    for block in snapshot.blocks:
+        # The pool may have changed between two of the calls that made the snapshot.
+        if (place := position(block.entry)) < len(cells):
+            cells[place] = glyph(block)
+    lines += ["", *_rows(cells, width, style), "", *_legend(cells, width, style)]
+    if snapshot.tables:
+        lines += ["", *_tables(snapshot.tables, style)]
+    return lines
+
+
+def _cut(pool: Pool) -> str:
+    blocks = f"{pool.usage.total_blocks:,} blocks of {pool.block_size} tokens, {_bytes(pool.block_bytes)} each"
+    return f"{pool.geometry.model_name}; {blocks}"
+
+
+def _use(pool: Pool) -> str:
+    usage, counters = pool.usage, pool.counters
+    counts = {
+        "held": usage.held_blocks,
+        "cached": usage.cached_blocks,
+        "quarantined": usage.quarantined_blocks,
+        "free": usage.free_blocks,
+    }
+    used = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
+    asked = counters.prefix_query_tokens
+    return f"{used}; prefixes found: {counters.prefix_hit_tokens:,} of {asked:,} tokens" if asked else used
+
+
+def _rows(cells: Sequence[str], width: int, style: Style) -> list[str]:
+    digits = len(f"{len(cells) - 1}")
+    # A power of two keeps a block in its column when the map grows.
+    columns = 16
+    while columns * 2 + digits + 2 <= width:
+        columns *= 2
+    rows = [(start, cells[start : start + columns]) for start in range(0, len(cells), columns)]
+    lines = []
+    for is_free, group in groupby(rows, lambda row: set(row[1]) == {FREE}):
+        run = list(group)
+        if is_free and len(run) > 2:
+            count = sum(len(row) for _, row in run)
+            lines.append(style(f"{run[0][0]:>{digits}}  ⋮ {count:,} free blocks", "dim"))
+        else:
+            lines += [f"{style(f'{start:>{digits}}', 'dim')}  {_row(row, style)}" for start, row in run]
+    return lines
+
+
+def _row(cells: Sequence[str], style: Style) -> str:
+    return "".join(style(char * len(list(run)), KINDS[char][1]) for char, run in groupby(cells))
+
+
+def _legend(cells: Sequence[str], width: int, style: Style) -> list[str]:
+    present = {char: f"{cells.count(char):,}" for char in KINDS if char in cells}
+    digits = max(len(count) for count in present.values())
+    lines = []
+    for char, count in present.items():
+        name, look, meaning = KINDS[char]
+        known = f"{count:>{digits}} {name:<11}"
+        lines.append(f"{style(char, look)} {known} {meaning}"[: width + len(style("", look))].rstrip())
+    return lines
+
+
+def _tables(tables: Sequence[BlockTable], style: Style) -> list[str]:
+    lines = []
+    for table in tables:
+        found = f", {table.cached_tokens:,} of them found" if table.cached_tokens else ""
+        places = _ranges(position(entry) for entry in table.entries)
+        lines.append(
+            f"{style(f'table {table.table_id}', 'bold')} of {table.holder or f'lease {table.lease_id}'}: "
+            f"{table.num_tokens:,} tokens{found}, {len(table.block_ids):,} blocks at {places}"
+        )
+    return lines
+
+
+def _ranges(places: Iterable[int], limit: int = 8) -> str:
+    """Places in token order, neighbours joined: 0-3, 9, 5."""
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and place == runs[-1][1] + 1:
+            runs[-1][1] = place
+        else:
+            runs.append([place, place])
+    shown = [f"{first}-{last}" if last > first else f"{first}" for first, last in runs[:limit]]
+    return ", ".join(shown) + (", …" if len(runs) > limit else "")
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} GiB"

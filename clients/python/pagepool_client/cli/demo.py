@@ -1,0 +1,82 @@
+"""`pagepool demo`: everything once, in a place of its own."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+from pagepool_client.cli.block_map import Snapshot
+from pagepool_client.cli.blocks import read, show
+from pagepool_client.cli.daemons import Daemons
+from pagepool_client.cli.sampling import Stopwatch
+from pagepool_client.cli.terminal import Terminal
+from pagepool_client.cli.up import add_daemon_flags, daemons, facts
+from pagepool_client.inference import InferenceClient
+from pagepool_client.pool import PoolClient
+
+QUESTIONS = (
+    "Explain in one sentence why the sky is blue.",
+    "And why is it red in the evening? One sentence, please.",
+)
+MAX_TOKENS = 96
+POOL_BYTES = "128MiB"
+SNAPSHOT_AFTER = 12  # pieces of an answer, so that the map shows it being written
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    parser = commands.add_parser("demo", help="start both daemons, ask two questions, draw the pool, stop")
+    add_daemon_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Everything once. The daemons live in a folder of their own, so that running ones are not disturbed."""
+    args.pool_bytes = args.pool_bytes or POOL_BYTES
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pagepool-demo-") as folder:
+        args.socket_dir = Path(folder)
+        with daemons(args) as pair:
+            pair.wait_ready(terminal.status)
+            up = terminal.styled("memd and inferd are up", "bold")
+            terminal.line(f"{up} after {time.monotonic() - begun:.0f} s: {facts(pair)}")
+            snapshot = _converse(pair, terminal)
+            _heading(terminal, "The pool while that second answer was being written (pagepool blocks)")
+            show(snapshot, terminal)
+            terminal.status("stopping inferd, then memd")
+    _heading(terminal, "Both daemons have stopped. Your turn:")
+    terminal.line("  pagepool up      keeps them running and says what to type next")
+    terminal.line("  pagepool --help  lists the commands")
+    return 0
+
+
+def _converse(pair: Daemons, terminal: Terminal) -> Snapshot:
+    """Ask the questions one after the other; the pool in the middle of the last answer."""
+    messages: list[dict[str, str]] = []
+    snapshot = None
+    with InferenceClient(pair.inferd.target) as inferd, PoolClient(pair.memd.target) as memd:
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            terminal.line(f"\n{terminal.styled('you', 'bold')}    {question}")
+            terminal.write(f"{terminal.styled('model', 'bold', 'green')}  ")
+            pieces: list[str] = []
+            watch = Stopwatch()
+            with inferd.generate(messages=messages, temperature=0.0, max_tokens=MAX_TOKENS) as generation:
+                for piece in generation.pieces():
+                    terminal.write(piece)
+                    pieces.append(piece)
+                    if len(pieces) == SNAPSHOT_AFTER or snapshot is None:
+                        snapshot = read(memd)
+                terminal.line()
+                terminal.line(terminal.styled(f"       {watch.usage(generation)}", "dim"))
+            messages.append({"role": "assistant", "content": "".join(pieces)})
+    assert snapshot is not None
+    return snapshot
+
+
+def _heading(terminal: Terminal, text: str) -> None:
+    terminal.line()
+    terminal.line(terminal.styled("\n".join(textwrap.wrap(text, terminal.width)), "bold"))

@@ -1,0 +1,53 @@
+"""The pagepool command: which subcommand, and what becomes of an error."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from types import FrameType
+
+from pagepool.errors import PagepoolError
+from pagepool_client.cli import blocks, chat, demo, generate, up
+from pagepool_client.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, Terminal, exit_code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script; its exit code: 0, 1 for a failure, 2 for a wrong command line, 130 after Ctrl-C."""
+    terminal = Terminal()
+    args = parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        code: int = args.run(args, terminal)
+    except PagepoolError as error:
+        terminal.error(error.message)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        terminal.note("")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output is gone; the interpreter must not try to flush it once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """All subcommands."""
+    top = argparse.ArgumentParser(prog="pagepool", description="PagedAttention as a service.", allow_abbrev=False)
+    top.add_argument("--version", action="version", version=f"pagepool {version('pagepool')}")
+    commands = top.add_subparsers(metavar="COMMAND", required=True)
+    for module in (up, demo, generate, chat, blocks):
+        module.add_parser(commands)
+    return top
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

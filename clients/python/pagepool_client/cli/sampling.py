@@ -1,0 +1,54 @@
+"""Flags that say how text is continued, shared by generate and chat."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from pagepool.inferd.v1.generation_service_pb2 import FinishReason
+from pagepool_client.inference import Generation
+from pagepool_client.prompts import Options
+
+_NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that become Options; what is not given is the server's own default."""
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens to generate")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 1)")
+    parser.add_argument("--top-p", type=float, metavar="P", help="only the likeliest tokens up to this probability")
+    parser.add_argument("--top-k", type=int, metavar="K", help="only so many of the likeliest tokens; 0 is all")
+    parser.add_argument("--min-p", type=float, metavar="P", help="only tokens this likely, relative to the likeliest")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes the answer repeatable")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+
+
+def options(args: argparse.Namespace) -> Options:
+    """The options that were given."""
+    given = Options()
+    for name in _NAMES:
+        if (value := getattr(args, name)) is not None:
+            given[name] = value  # type: ignore[literal-required]
+    return given
+
+
+class Stopwatch:
+    """Measures a continuation as its reader sees it."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+
+    def usage(self, generation: Generation) -> str:
+        """One line on what a finished continuation used."""
+        finished = generation.finished
+        if finished is None:
+            return "cancelled"
+        used, elapsed = finished.usage, time.monotonic() - self._begun
+        decode_s = used.decode_time.ToNanoseconds() / 1e9
+        # The first token comes out of the prefill; the decode time is that of the others.
+        rate = f", {(used.generated_tokens - 1) / decode_s:.1f} tokens/s" if decode_s > 0 else ""
+        reason = FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower().replace("_", " ")
+        return (
+            f"{used.prompt_tokens} prompt tokens, {used.cached_tokens} of them cached; "
+            f"{used.generated_tokens} generated in {elapsed:.1f} s{rate}; ended by {reason}"
+        )
