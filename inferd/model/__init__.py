@@ -1,0 +1,1 @@
+"""Models: finding and converting them, judging whether they can be served, and running them over a paged pool."""

@@ -1,0 +1,130 @@
+"""From a model folder to a model that is ready to be run over a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from inferd.model import merge, proof
+from inferd.model.attention import ATTENTION_NAME
+from inferd.model.capability import check_config, context_limit
+from inferd.model.probe import ModelGeometry, record
+from inferd.model.refusal import refuse
+from pagekernels.layout import Format, PagedLayout
+from pagepool.errors import invalid_field
+
+FORMATS = {torch.float32: Format.F32, torch.float16: Format.F16, torch.bfloat16: Format.BF16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+AUTO_DTYPE = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A loaded, probed and proven model, and what others need to know of it.
+
+    name                 as it was given
+    architecture         transformers' name of the class
+    geometry             the layers that store KV, from the shapes seen
+    format               the pool's native format; the weights have the same dtype
+    max_context          most tokens of one sequence; limit_reason says why it is less than the config's
+    eos_token_ids        tokens that end a continuation
+    """
+
+    name: str
+    model: PreTrainedModel
+    architecture: str
+    geometry: ModelGeometry
+    format: Format
+    dtype: str
+    max_context: int
+    limit_reason: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def layout(self, block_size: int) -> PagedLayout:
+        """The layout of this model's blocks; raises ValueError if the block size cannot be."""
+        return PagedLayout(block_size, self.geometry.shapes, self.format)
+
+
+def load_model(
+    folder: Path, *, name: str = "", dtype: str = AUTO_DTYPE, merged: bool = True, tell: Callable[[str], None] = print
+) -> ServedModel:
+    """Load the model in a folder that `source.resolve` has given, and prove that it can be served.
+
+    dtype "auto" is the checkpoint's, save that a CPU without 16-bit arithmetic gets float32. `merged` runs projections
+    that share an input as one. Raises PagepoolError if the model is refused.
+    """
+    name = name or str(folder)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    check_config(name, config)
+    chosen = choose_dtype(dtype, getattr(config, "dtype", None))
+    tell(f"loading {name} as {str(chosen).removeprefix('torch.')}")
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=chosen, local_files_only=True)
+    return prepare(name, model, merged=merged)
+
+
+def prepare(name: str, model: PreTrainedModel, *, merged: bool = True) -> ServedModel:
+    """Make a model in memory ready to be served; raises PagepoolError if it cannot be. Changes the model."""
+    check_config(name, model.config)
+    model = model.eval().requires_grad_(requires_grad=False)
+    expected = proof.eager_rows(model)
+    model.set_attn_implementation(ATTENTION_NAME)
+    with merge.watching(model) as groups:
+        geometry = record(name, model)
+    if merged:
+        merge.merge(model, groups)
+    format_ = _format(name, model.dtype)
+    proof.check_equal(name, expected, proof.paged_rows(model, geometry, format_), model.dtype)
+    limit = context_limit(model.config)
+    return ServedModel(
+        name=name,
+        model=model,
+        architecture=type(model).__name__,
+        geometry=geometry,
+        format=format_,
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_context=limit.tokens,
+        limit_reason=limit.reason,
+        vocab_size=int(model.config.get_text_config(decoder=True).vocab_size),
+        eos_token_ids=eos_token_ids(model),
+    )
+
+
+def choose_dtype(flag: str, checkpoint: torch.dtype | None) -> torch.dtype:
+    """The dtype to load in; raises PagepoolError on a value that --dtype does not know."""
+    if flag == AUTO_DTYPE:
+        known = checkpoint in FORMATS and has_16_bit_arithmetic()
+        return checkpoint if known and checkpoint is not None else torch.float32
+    if flag not in DTYPES:
+        raise invalid_field("--dtype", flag, f"one of auto, {', '.join(DTYPES)}", "choose one of these")
+    return DTYPES[flag]
+
+
+def has_16_bit_arithmetic() -> bool:
+    """Whether this CPU multiplies bf16 in hardware (AVX-512 BF16 or AMX); without it float32 is faster."""
+    cpu = torch.backends.cpu
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()) if cpu else False  # noqa: SLF001
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Tokens that end a continuation: those of the generation config, and those of the config."""
+    sources = (
+        getattr(model, "generation_config", None) or GenerationConfig(),
+        model.config.get_text_config(decoder=True),
+    )
+    found: list[int] = []
+    for source in sources:
+        ids: Any = getattr(source, "eos_token_id", None)
+        found.extend([ids] if isinstance(ids, int) else ids or [])
+    return tuple(dict.fromkeys(found))
+
+
+def _format(name: str, dtype: torch.dtype) -> Format:
+    if dtype not in FORMATS:
+        raise refuse(name, f"its dtype is {dtype}", f"choose --dtype {', '.join(DTYPES)}")
+    return FORMATS[dtype]
