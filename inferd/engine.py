@@ -8,7 +8,6 @@ one signal that both the front's messages and the pool's events set.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -31,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 
 class Engine:
-    """Serves requests until it is told to stop. All but `post` belongs to one thread.
+    """Serves requests until it is told to stop. For one thread.
 
     PagepoolError leaves `run` if memd refuses this worker for good (another geometry, other weights).
     """
@@ -40,7 +39,6 @@ class Engine:
         self._around = surroundings
         self._scheduler = Scheduler(limits)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._inbox: deque[Message | None] = deque()
         self._sequences: dict[int, Sequence] = {}
         self._attachment: Attachment | None = None
         self._warm = False
@@ -50,24 +48,18 @@ class Engine:
         self._counters = Counters()
         self._reporter = StateReporter(surroundings.send)
 
-    def post(self, message: Message | None) -> None:
-        """Take a message of the front; None says that the front is gone. From any thread."""
-        self._inbox.append(message)
-        self._around.signal.set()
-
     def run(self) -> None:
         """Serve until Shutdown, or until the front is gone."""
         self._reporter.enter("attaching", self._around.clock())
         while (rest_s := self.turn()) is not None:
-            if rest_s > 0 and self._around.signal.wait(rest_s):
-                # Cleared before inbox and pool are read: what comes in from here on sets it again.
-                self._around.signal.clear()
+            if rest_s > 0:
+                self._around.mailbox.rest(rest_s)
 
     def turn(self) -> float | None:
         """Once around the loop. Returns how many seconds to rest unless the signal is set; None: it has stopped."""
         began = self._around.clock()
-        while self._inbox:
-            self._take(self._inbox.popleft(), began)
+        for message in self._around.mailbox.take():
+            self._take(message, began)
         if self._attachment is None:
             return self._attach(began) if self._stop_at is None else self._stop()
         self._take_events(self._attachment, began)

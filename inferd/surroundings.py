@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +12,29 @@ import torch
 
 from inferd.channel import Message
 from inferd.core.ports import KvPool, StepInput
+
+
+class Mailbox:
+    """What the engine has not read yet. Any thread posts, one thread takes; `signal` also serves the pool's events."""
+
+    def __init__(self) -> None:
+        self.signal = threading.Event()
+        self._messages: deque[Message | None] = deque()
+
+    def post(self, message: Message | None) -> None:
+        """Take a message of the front; None says that the front is gone."""
+        self._messages.append(message)
+        self.signal.set()
+
+    def take(self) -> Iterator[Message | None]:
+        """The messages that are there, in order; never waits."""
+        while self._messages:
+            yield self._messages.popleft()
+
+    def rest(self, timeout_s: float) -> None:
+        """Wait until the signal is set. It is cleared before anything is read: what comes in later sets it again."""
+        if self.signal.wait(timeout_s):
+            self.signal.clear()
 
 
 class Model(Protocol):
@@ -38,12 +62,13 @@ class Attachment:
 class Surroundings:
     """What an engine lives in.
 
-    attach  makes an Attachment whose pool sets `signal` on every event; PagepoolError with UNAVAILABLE: try again
-    send    takes a message for the front and never waits
-    clock   seconds, never going back
+    attach   makes an Attachment whose pool sets the mailbox's signal on every event; UNAVAILABLE: try again
+    send     takes a message for the front and never waits
+    mailbox  where the front's messages arrive
+    clock    seconds, never going back
     """
 
     attach: Callable[[], Attachment]
     send: Callable[[Message], None]
-    signal: threading.Event
+    mailbox: Mailbox
     clock: Callable[[], float]

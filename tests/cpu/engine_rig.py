@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from inferd.core.messages import EngineState, Failed, Finished, Sampling, Submit, Tokens
 from inferd.core.scheduler import Limits
 from inferd.engine import Engine
-from inferd.surroundings import Attachment, Surroundings
+from inferd.surroundings import Attachment, Mailbox, Surroundings
 from memd.core.pool import Pool
 from pagepool.errors import PagepoolError
 from tests.cpu.memory_pool import MemoryPool, TokenModel, make_pool
@@ -27,19 +26,23 @@ class Rig:
         self.refusals: list[PagepoolError] = []
         self.closed: list[MemoryPool] = []
         self.warmed_up = 0
-        signal = threading.Event()
-        self.signal = signal
-        surroundings = Surroundings(self._attach, self.sent.append, signal, self._clock)
+        self.on_send: Callable[[Any], None] = lambda message: None
+        self.mailbox = Mailbox()
+        surroundings = Surroundings(self._attach, self._send, self.mailbox, self._clock)
         self.engine = Engine(surroundings, limits or Limits(), [EOS])
 
     def _clock(self) -> float:
         self.now += 1e-4
         return self.now
 
+    def _send(self, message: Any) -> None:
+        self.sent.append(message)
+        self.on_send(message)
+
     def _attach(self) -> Attachment:
         if self.refusals:
             raise self.refusals.pop(0)
-        self.session, self.model = MemoryPool(self.pool, self.signal), TokenModel(self.pool)
+        self.session, self.model = MemoryPool(self.pool, self.mailbox.signal), TokenModel(self.pool)
         return Attachment(self.session, self.model, self._closer(self.session), self._warm_up)
 
     def _closer(self, session: MemoryPool) -> Callable[[], None]:
@@ -56,7 +59,7 @@ class Rig:
     def submit(self, request: int, prompt: list[int], most: int = 8, **options: Any) -> None:
         options.setdefault("sampling", Sampling(temperature=0))
         options.setdefault("ignore_eos", True)
-        self.engine.post(Submit(request, prompt, most, **options))
+        self.mailbox.post(Submit(request, prompt, most, **options))
 
     def turn(self, count: int = 1) -> None:
         for _ in range(count):
@@ -66,10 +69,10 @@ class Rig:
         """Turn until there is nothing left to do."""
         for _ in range(most):
             rest_s = self.engine.turn()
-            if rest_s is None or (rest_s > 0 and not self.signal.is_set()):
+            if rest_s is None or (rest_s > 0 and not self.mailbox.signal.is_set()):
                 return
             if rest_s > 0:
-                self.signal.clear()
+                self.mailbox.signal.clear()
         raise AssertionError(f"still busy after {most} turns")
 
     def generated(self, request: int) -> list[int]:

@@ -138,7 +138,7 @@ def test_a_request_cancelled_in_the_queue_never_touches_the_pool() -> None:
     rig = Rig(limits=Limits(max_num_seqs=1))
     rig.submit(1, prompt(8), 3)
     rig.submit(2, prompt(8, 1), 3)
-    rig.engine.post(Cancel(2))
+    rig.mailbox.post(Cancel(2))
     rig.settle()
     assert rig.finished(2).ending is Ending.CANCELLED
     assert [create.ref for step in rig.session.steps for create in step.creates] == [1]
@@ -151,7 +151,7 @@ def test_a_request_cancelled_while_memd_is_asked_gives_the_table_back() -> None:
     rig.submit(1, prompt(30), 3)
     rig.turn()
     assert rig.pool.num_tables == 1
-    rig.engine.post(Cancel(1))
+    rig.mailbox.post(Cancel(1))
     rig.turn()
     assert rig.finished(1).ending is Ending.CANCELLED
     rig.session.deliver()
@@ -165,7 +165,7 @@ def test_a_prefill_cancelled_half_way_leaves_only_what_was_computed_to_be_matche
     rig.submit(1, prompt(60), 3)
     rig.turn(4)
     assert sum(len(step.token_ids) for step in rig.model.steps) == 24
-    rig.engine.post(Cancel(1))
+    rig.mailbox.post(Cancel(1))
     rig.turn()
     rig.check_nothing_held()
     assert rig.finished(1).used.generated_tokens == 0
@@ -181,7 +181,7 @@ def test_a_request_cancelled_at_any_turn_is_gone_from_the_pool_within_one_step(t
     rig.submit(1, prompt(21), 30)
     rig.submit(2, prompt(5, 1), 30)
     rig.turn(turns)
-    rig.engine.post(Cancel(1))
+    rig.mailbox.post(Cancel(1))
     rig.turn()
     assert rig.finished(1).ending is Ending.CANCELLED
     assert rig.pool.num_tables == 1
@@ -195,8 +195,8 @@ def test_cancelling_what_has_ended_or_never_was_says_nothing() -> None:
     rig.submit(1, prompt(4), 2)
     rig.settle()
     said = len(rig.sent)
-    rig.engine.post(Cancel(1))
-    rig.engine.post(Cancel(99))
+    rig.mailbox.post(Cancel(1))
+    rig.mailbox.post(Cancel(99))
     rig.turn()
     assert len(rig.sent) == said
 

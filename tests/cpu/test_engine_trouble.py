@@ -102,7 +102,7 @@ def test_a_request_can_be_cancelled_while_there_is_no_pool() -> None:
     rig.refusals = [gone()]
     rig.submit(1, [1], 2)
     rig.turn()
-    rig.engine.post(Cancel(1))
+    rig.mailbox.post(Cancel(1))
     rig.turn()
     assert rig.finished(1).ending is Ending.CANCELLED
 
@@ -181,7 +181,7 @@ def test_shutdown_lets_what_runs_finish_and_sends_the_rest_elsewhere() -> None:
     rig.submit(1, [1, 2, 3], 5)
     rig.submit(2, [4], 5)
     rig.turn(3)
-    rig.engine.post(Shutdown(60.0))
+    rig.mailbox.post(Shutdown(60.0))
     rig.submit(3, [5], 5)
     rig.settle()
     assert rig.generated(1) == continuation([1, 2, 3], 5, GREEDY)
@@ -196,7 +196,7 @@ def test_without_grace_or_without_a_front_it_stops_within_a_turn(last_word: Shut
     rig = Rig()
     rig.submit(1, [1, 2, 3], 50)
     rig.turn(3)
-    rig.engine.post(last_word)
+    rig.mailbox.post(last_word)
     rig.settle()
     assert rig.failed(1).reason == "DRAINING"
     assert rig.closed == [rig.session]
@@ -207,7 +207,7 @@ def test_shutdown_while_there_is_no_pool_stops_at_once() -> None:
     rig = Rig()
     rig.refusals = [gone()]
     rig.turn()
-    rig.engine.post(Shutdown(60.0))
+    rig.mailbox.post(Shutdown(60.0))
     assert rig.engine.turn() is None
     assert rig.phases == ["attaching", "stopped"]
 
@@ -219,7 +219,7 @@ def test_a_resting_engine_wakes_for_a_message_and_for_the_pool_and_for_nothing_e
     rig = Rig()
     done = threading.Event()
     turns = 0
-    turn, send = rig.engine.turn, rig.sent.append
+    turn = rig.engine.turn
 
     def counted() -> float | None:
         nonlocal turns
@@ -227,17 +227,16 @@ def test_a_resting_engine_wakes_for_a_message_and_for_the_pool_and_for_nothing_e
         return turn()
 
     def noticed(message: object) -> None:
-        send(message)
         if isinstance(message, Finished):
             done.set()
 
     rig.engine.turn = counted  # type: ignore[method-assign]
-    object.__setattr__(rig.engine._around, "send", noticed)
+    rig.on_send = noticed
     thread = threading.Thread(target=rig.engine.run)
     thread.start()
     rig.submit(1, [1, 2], 3)
     assert done.wait(10)
-    rig.engine.post(Shutdown(0.0))
+    rig.mailbox.post(Shutdown(0.0))
     thread.join(10)
     assert not thread.is_alive()
     assert rig.generated(1) == continuation([1, 2], 3, GREEDY)
@@ -249,7 +248,7 @@ def test_counters_tell_what_was_done_and_that_no_unary_call_was_made() -> None:
     for request in (1, 2):
         rig.submit(request, list(range(20)), 4)
         rig.settle()
-    rig.engine.post(Shutdown(0.0))
+    rig.mailbox.post(Shutdown(0.0))
     rig.settle()
     counters = rig.sent[-1].counters
     assert (counters.prefill_tokens, counters.cached_tokens, counters.generated_tokens) == (24, 16, 8)
