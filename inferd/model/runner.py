@@ -27,7 +27,7 @@ class ModelRunner:
         self._attention.begin(attention_batch(step), np.array(step.slots, np.int64))
         input_ids = torch.tensor([step.token_ids])
         position_ids = torch.tensor([step.positions])
-        rows = torch.tensor(step.logit_rows)
+        rows = torch.tensor(step.logit_rows, dtype=torch.long)  # may be empty
         with attending(self._attention):
             logits = forward(self.served.model, input_ids, position_ids, rows)
         return logits.float()
