@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
@@ -14,6 +15,8 @@ from memd.messages import duration
 from pagepool.errors import PagepoolError, Reason
 from pagepool.handlers import Stream
 from pagepool.memd.v1.worker_service_pb2 import AttachResponse, Capacity, Drain
+
+MAX_UNSENT = 64
 
 _log = structlog.get_logger("memd.sessions")
 
@@ -32,27 +35,33 @@ class Locks(Protocol):
 
 
 class Session:
-    """One Attach stream. Answers and news share it; news of one kind not yet sent are replaced by newer ones."""
+    """One Attach stream. Answers and news leave through one outbox, in order, while the next request is being read."""
 
     def __init__(self, stream: Stream, lease: LeaseView) -> None:
         self._stream = stream
         self.lease_id = lease.lease_id
         self.lock_file = lease.lock_file
         self.name = lease.holder
-        self._news: dict[str, AttachResponse] = {}
-        self._has_news = asyncio.Event()
-        self._writing = asyncio.Lock()
+        self._outbox: deque[AttachResponse] = deque()
+        self._filled = asyncio.Event()
+        self._emptied = asyncio.Event()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def write(self, response: AttachResponse) -> None:
-        """Sends one message; waits for a reader that is slow."""
-        async with self._writing:
-            await self._stream.write(response)
+    def tell(self, response: AttachResponse) -> None:
+        """Sends a message soon."""
+        self._outbox.append(response)
+        self._filled.set()
 
-    def tell(self, news: AttachResponse) -> None:
-        """Sends a message of memd's own accord, soon."""
-        self._news[str(news.WhichOneof("message"))] = news
-        self._has_news.set()
+    async def room(self) -> None:
+        """Waits while MAX_UNSENT messages are unsent: who does not read is not read from."""
+        if len(self._outbox) >= MAX_UNSENT:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Waits until everything told is sent."""
+        if self._outbox:
+            self._emptied.clear()
+            await self._emptied.wait()
 
     def end(self, error: PagepoolError) -> None:
         """Ends the stream with an error."""
@@ -61,7 +70,7 @@ class Session:
 
     async def run(self, serving: Coroutine[Any, Any, None]) -> None:
         """Until `serving` is done, or `end` is called, which raises here."""
-        tasks = [asyncio.create_task(serving), asyncio.create_task(self._tell())]
+        tasks = [asyncio.create_task(serving), asyncio.create_task(self._send())]
         try:
             done, _ = await asyncio.wait([*tasks, self._over], return_when=asyncio.FIRST_COMPLETED)
             for finished in done:
@@ -73,12 +82,14 @@ class Session:
             if not self._over.done():
                 self._over.cancel()
 
-    async def _tell(self) -> None:
+    async def _send(self) -> None:
         while True:
-            await self._has_news.wait()
-            self._has_news.clear()
-            while self._news:
-                await self.write(self._news.pop(next(iter(self._news))))
+            while self._outbox:
+                await self._stream.write(self._outbox[0])
+                self._outbox.popleft()
+            self._emptied.set()
+            self._filled.clear()
+            await self._filled.wait()
 
 
 class Sessions:

@@ -51,7 +51,7 @@ class WorkerService:
         log = _log.bind(lease_id=session.lease_id, worker=session.name)
         log.info("worker attached", reclaimed=welcome.welcome.reclaimed)
         try:
-            await session.write(welcome)
+            session.tell(welcome)
             await session.run(self._serve(session, stream))
         except PagepoolError as error:
             log.warning("worker's stream ends", reason=str(error.reason), message=error.message)
@@ -97,25 +97,26 @@ class WorkerService:
         return pb.AttachResponse(welcome=welcome)
 
     async def _serve(self, session: Session, stream: Stream) -> None:
-        """The token path: one message in, one out, nothing awaited in between."""
+        """The token path: one message in, one out, and the next is read while the answer leaves."""
         lease_id = session.lease_id
         while (request := await stream.read()) is not None:
             match request.WhichOneof("message"):
                 case "step":
                     outcome = self.pool.step(lease_id, messages.step_from(request.step), self.clock())
-                    await session.write(messages.step_result(outcome))
+                    session.tell(messages.step_result(outcome))
                     self.sessions.publish()
                 case "heartbeat":
                     self.pool.heartbeat(lease_id, self.clock())
                     ack = pb.HeartbeatAck(sequence=request.heartbeat.sequence)
-                    await session.write(pb.AttachResponse(heartbeat_ack=ack))
+                    session.tell(pb.AttachResponse(heartbeat_ack=ack))
                 case "detach":
                     self.pool.detach(lease_id, self.clock())
                     self.sessions.publish()
-                    await session.write(pb.AttachResponse(detach_ack=pb.DetachAck()))
-                    return
+                    session.tell(pb.AttachResponse(detach_ack=pb.DetachAck()))
+                    return await session.flush()
                 case _:
                     raise _violation("after Hello only Heartbeat, Step and Detach may come, one in each message")
+            await session.room()
 
 
 def _violation(what: str) -> PagepoolError:

@@ -239,3 +239,9 @@ def raw_worker(memd: Memd) -> Iterator[Callable[..., RawWorker]]:
     yield make
     for worker in workers:
         worker.close()
+
+
+@pytest.fixture
+def wait() -> Callable[..., Any]:
+    """`wait_until`, for test modules."""
+    return wait_until
