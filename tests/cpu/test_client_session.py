@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import inspect
 import queue
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
+from inferd.core.ports import KvPool
 from pagekernels.layout import Format, LayerShape, PagedLayout
 from pagepool.errors import PagepoolError, Reason
 from pagepool.memd.v1 import worker_service_pb2 as wire
@@ -156,6 +158,16 @@ def events(session: PoolSession, count: int = 1, within_s: float = 5.0) -> list[
         session.wait(0.1)
         found += session.poll()
     return found
+
+
+def test_a_session_is_the_pool_that_the_engine_asks_for() -> None:
+    asked = {name: member for name, member in vars(KvPool).items() if not name.startswith("_")}
+    assert set(asked) == {"info", "poll", "submit", "wait"}
+    for name, member in asked.items():
+        offered = vars(PoolSession)[name]
+        assert type(offered) is type(member)
+        if callable(member):
+            assert str(inspect.signature(offered)) == str(inspect.signature(member))
 
 
 def test_attaching_declares_the_geometry_and_holds_the_lock_file(memd: ScriptedMemd, session: PoolSession) -> None:
