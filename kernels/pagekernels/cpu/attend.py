@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import prange, types
 
-from pagekernels.cpu.blocks import Entries, Floats, Halves
-from pagekernels.cpu.decode import decode_item, merge
+from pagekernels.cpu.blocks import LANES, Entries, Floats, Halves, padded
+from pagekernels.cpu.decode import add_values, merge, score_keys, weigh
 from pagekernels.cpu.geometry import BLOCK, DIM, DIM_V, FORMAT, HEADS, UNITS, Geometry, head_place
-from pagekernels.cpu.jit import SEQUENTIAL, device, exact, kernel, next_ticket, read_only
+from pagekernels.cpu.jit import exact, kernel, next_ticket, read_only
 from pagekernels.cpu.plan import (
     DECODE_ROWS,
     FIRST,
@@ -32,9 +32,10 @@ from pagekernels.cpu.plan import (
     check_sequence,
     first_visible,
     plan,
+    visible_from,
 )
-from pagekernels.cpu.prefill import LANES, SINK, prefill_item, set_seen
-from pagekernels.cpu.rows import element, store
+from pagekernels.cpu.prefill import SEEN_FROM, SEEN_TO, SINK, prefill_tile
+from pagekernels.cpu.rows import element, store_element
 
 SIGNATURE = types.UniTuple(types.int64, 3)(
     types.float32[::1],  # words: the slab
@@ -54,6 +55,9 @@ SIGNATURE = types.UniTuple(types.int64, 3)(
     types.float64,  # softcap
     types.int64,  # threads
 )
+
+
+Counters = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Step(NamedTuple):
@@ -77,90 +81,91 @@ class Step(NamedTuple):
     softcap: np.float32
 
 
-Scratch = tuple[Floats, Floats, Floats]
-"""K rows of a block [B * D], V rows of a block [B * Dv], scores [B * TILE]."""
-
-
 @exact
 def sink_of(sinks: Floats, head: int) -> np.float32:
     """A query head's sink, -inf for none."""
     return sinks[head] if len(sinks) else np.float32(-np.inf)
 
 
-@device(SEQUENTIAL)
-def run_decode(step: Step, item: Item, scratch: Scratch, partials: Floats) -> None:
+@exact
+def run_decode(step: Step, item: Item, scratch: Floats, partials: Floats) -> None:
     """Load one sequence's few query rows of a KV head and fill the item's partial."""
     s, head, geometry, group = item[SEQUENCE], item[HEAD], step.geometry, step.group
     t0, queries, kv_len = step.cu_q_lens[s], step.cu_q_lens[s + 1] - step.cu_q_lens[s], step.kv_lens[s]
-    rows = queries * group
-    q = np.empty((rows, geometry[DIM]), np.float32)
-    for row in range(rows):
+    q = np.zeros((queries * group, padded(geometry[DIM])), np.float32)
+    for row in range(len(q)):
         t, h = t0 + row // group, head * group + row % group
         for d in range(geometry[DIM]):
             q[row, d] = element(step.q32, step.q16, geometry[FORMAT], t, h, d) * step.scale
-    first = max(item[FIRST], first_visible(queries, kv_len, step.window, step.chunk))
-    last = min(item[FIRST] + SPLIT, kv_len)
-    ranges = kv_len - queries, group, step.window, step.chunk, rows, first, last
-    place, partial = head_place(geometry, head), partials[item[PARTIAL]]
-    decode_item(step.words, step.halves, step.tables[s], place, q, ranges, step.softcap, scratch, partial)
+    start = max(item[FIRST], first_visible(queries, kv_len, step.window, step.chunk))
+    first, last = start // 4 * 4, min(item[FIRST] + SPLIT, kv_len)
+    place, table, partial = head_place(geometry, head), step.tables[s], partials[item[PARTIAL]]
+    scores = np.empty((len(q), SPLIT), np.float32)
+    score_keys(step.words, step.halves, table, place, q, first, last, scores, scratch)
+    for row in range(len(q)):
+        at = kv_len - queries + row // group
+        low, high = max(start, visible_from(at, step.window, step.chunk)), min(last, at + 1)
+        weigh(scores[row], low - first, high - first, step.softcap, partial[row])
+    add_values(step.words, step.halves, table, place, start, last, scores[:, start - first :], scratch, partial)
 
 
-@device(SEQUENTIAL)
-def run_merge(step: Step, item: Item, partials: Floats) -> None:
-    """Merge the splits of one (sequence, KV head), of which `item` is any, and store its output rows."""
+@exact
+def run_merge(step: Step, item: Item, partials: Floats, finished: Counters) -> None:
+    """If the item was the last of its (sequence, KV head) to finish: merge its splits, and store the output rows."""
     s, head, geometry, group = item[SEQUENCE], item[HEAD], step.geometry, step.group
     t0, queries, kv_len = step.cu_q_lens[s], step.cu_q_lens[s + 1] - step.cu_q_lens[s], step.kv_lens[s]
-    start = first_visible(queries, kv_len, step.window, step.chunk) // SPLIT
-    splits = (kv_len + SPLIT - 1) // SPLIT - start
-    first = item[PARTIAL] - (item[FIRST] // SPLIT - start)
+    start = first_visible(queries, kv_len, step.window, step.chunk) // SPLIT * SPLIT
+    first = item[PARTIAL] - (item[FIRST] - start) // SPLIT
+    splits = (kv_len - start + SPLIT - 1) // SPLIT
+    if next_ticket(finished, first) + 1 < splits:
+        return
     total = np.empty(geometry[DIM_V], np.float32)
     for row in range(queries * group):
         t, h = t0 + row // group, head * group + row % group
         merge(partials[first : first + splits], row, sink_of(step.sinks, h), total)
         for d in range(geometry[DIM_V]):
-            store(step.out32, step.out16, geometry[FORMAT], t, h, d, total[d])
+            store_element(step.out32, step.out16, geometry[FORMAT], t, h, d, total[d])
 
 
-@device(SEQUENTIAL)
-def run_prefill(step: Step, item: Item, scratch: Scratch) -> None:
+@exact
+def run_prefill(step: Step, item: Item) -> None:
     """Load one tile of query rows, transposed; attend; store the output rows."""
     s, head, first, geometry, group = item[SEQUENCE], item[HEAD], item[FIRST], step.geometry, step.group
     fmt, t0, queries = geometry[FORMAT], step.cu_q_lens[s], step.cu_q_lens[s + 1] - step.cu_q_lens[s]
     rows = min(TILE, queries * group - first)
-    width = (rows + LANES - 1) // LANES * LANES
-    qt, o = np.zeros((geometry[DIM], TILE), np.float32), np.empty((geometry[DIM_V], TILE), np.float32)
-    state, seen = np.empty((4, TILE), np.float32), np.empty((2, TILE), np.int32)
-    state[SINK] = -np.inf
-    set_seen(seen, first, rows, group, step.kv_lens[s] - queries, step.window, step.chunk)
-    for r in range(rows):
-        t, h = t0 + (first + r) // group, head * group + (first + r) % group
-        state[SINK, r] = sink_of(step.sinks, h)
+    panels = (rows + LANES - 1) // LANES
+    qt = np.zeros((panels, geometry[DIM], LANES), np.float32)
+    o = np.empty((panels, padded(geometry[DIM_V]), LANES), np.float32)
+    state, seen = np.empty((panels, 4, LANES), np.float32), np.empty((panels, 2, LANES), np.int32)
+    for r in range(panels * LANES):
+        token, h = (first + min(r, rows - 1)) // group, head * group + (first + min(r, rows - 1)) % group
+        at, p, lane = step.kv_lens[s] - queries + token, r // LANES, r % LANES
+        seen[p, SEEN_FROM, lane], seen[p, SEEN_TO, lane] = visible_from(at, step.window, step.chunk), at + 1
+        state[p, SINK, lane] = sink_of(step.sinks, h)
         for d in range(geometry[DIM]):
-            qt[d, r] = element(step.q32, step.q16, fmt, t, h, d) * step.scale
-    place = head_place(geometry, head)
-    prefill_item(step.words, step.halves, step.tables[s], place, qt, seen, step.softcap, scratch, state, o, width)
+            qt[p, d, lane] = element(step.q32, step.q16, fmt, t0 + token, h, d) * step.scale
+    place, table = head_place(geometry, head), step.tables[s]
+    prefill_tile(step.words, step.halves, table, place, qt, seen, step.softcap, state, o)
     for r in range(rows):
         t, h = t0 + (first + r) // group, head * group + (first + r) % group
         for d in range(geometry[DIM_V]):
-            store(step.out32, step.out16, fmt, t, h, d, o[d, r])
+            store_element(step.out32, step.out16, fmt, t, h, d, o[r // LANES, d, r % LANES])
 
 
-@device(SEQUENTIAL)
-def work(step: Step, items: Items, partials: Floats, counter: Ints) -> None:
+@exact
+def work(step: Step, items: Items, partials: Floats, tickets: Counters, finished: Counters) -> None:
     """One thread's share: items while there are any."""
-    size = step.geometry[BLOCK]
-    scratch = (
-        np.empty(size * step.geometry[DIM], np.float32),
-        np.empty(size * step.geometry[DIM_V], np.float32),
-        np.empty(size * TILE, np.float32),
-    )
-    ticket = next_ticket(counter)
+    geometry = step.geometry
+    scratch = np.empty(geometry[BLOCK] * padded(max(geometry[DIM], geometry[DIM_V])), np.float32)
+    ticket = next_ticket(tickets, 0)
     while ticket < len(items):
-        if items[ticket, PARTIAL] >= 0:
-            run_decode(step, items[ticket], scratch, partials)
+        item = items[ticket]
+        if item[PARTIAL] >= 0:
+            run_decode(step, item, scratch, partials)
+            run_merge(step, item, partials, finished)
         else:
-            run_prefill(step, items[ticket], scratch)
-        ticket = next_ticket(counter)
+            run_prefill(step, item)
+        ticket = next_ticket(tickets, 0)
 
 
 @exact
@@ -176,7 +181,7 @@ def check(step: Step, tokens: int) -> tuple[int, int, int]:
     return OK, 0, 0
 
 
-@kernel(SIGNATURE)
+@kernel(SIGNATURE, parallel=True)
 def attend(
     words, halves, q32, q16, out32, out16, cu_q_lens, kv_lens, tables, sinks, geometry, scale, window, chunk, softcap, threads
 ):
@@ -187,11 +192,8 @@ def attend(
     if problem[0] != OK:
         return problem
     items, num_partials = plan(cu_q_lens, kv_lens, geometry[HEADS], group, window, chunk)
-    partials = np.empty((num_partials, DECODE_ROWS, geometry[DIM_V] + 2), np.float32)
-    counter = np.zeros(1, np.int64)
+    partials = np.zeros((num_partials, DECODE_ROWS, padded(geometry[DIM_V]) + 2), np.float32)
+    tickets, finished = np.zeros(1, np.int64), np.zeros(num_partials, np.int64)
     for _ in prange(threads):
-        work(step, items, partials, counter)
-    for i in prange(len(items)):
-        if items[i, PARTIAL] >= 0 and items[i, FIRST] // SPLIT == first_visible(cu_q_lens[items[i, SEQUENCE] + 1] - cu_q_lens[items[i, SEQUENCE]], kv_lens[items[i, SEQUENCE]], window, chunk) // SPLIT:
-            run_merge(step, items[i], partials)
+        work(step, items, partials, tickets, finished)
     return problem

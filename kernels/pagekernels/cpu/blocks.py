@@ -13,6 +13,9 @@ from pagekernels.cpu.jit import exact
 from pagekernels.layout import MAX_SLABS, MAX_UNITS, Format
 
 F32, BF16 = int(Format.F32), int(Format.BF16)
+LANES = 16
+"""Floats of a vector in the inner loops; rows in scratch are whole vectors."""
+
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Halves = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 Entries = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
@@ -47,22 +50,42 @@ def readable(entry: np.uint32, num_units: int) -> bool:
 
 
 @exact
-def block_rows(
-    words: Floats, halves: Halves, entry: np.uint32, unit_bytes: int, element: int, count: int, scratch: Floats
-) -> tuple[Floats, int]:
-    """`count` float32 elements of a block from `element` on, as (array, index of the first).
+def padded(dim: int) -> int:
+    """A row's length in scratch: whole vectors."""
+    return (dim + LANES - 1) // LANES * LANES
 
-    float32 is read in place; what is narrower is widened into `scratch` first.
-    """
-    fmt = entry_format(entry)
-    first = entry_unit(entry) * unit_bytes
+
+@exact
+def widen(words: Floats, halves: Halves, fmt: int, start: int, count: int, scratch: Floats, to: int) -> None:
+    """scratch[to + i] = the float32 value of stored element start + i."""
     if fmt == F32:
-        return words, first // 4 + element
-    start = first // 2 + element
-    if fmt == F16:
         for i in range(count):
-            scratch[i] = f16_to_f32(halves[start + i])
+            scratch[to + i] = words[start + i]
+    elif fmt == F16:
+        for i in range(count):
+            scratch[to + i] = f16_to_f32(halves[start + i])
     else:
         for i in range(count):
-            scratch[i] = bf16_to_f32(halves[start + i])
+            scratch[to + i] = bf16_to_f32(halves[start + i])
+
+
+@exact
+def block_rows(
+    words: Floats, halves: Halves, entry: np.uint32, unit_bytes: int, element: int, count: int, dim: int, scratch: Floats
+) -> tuple[Floats, int]:
+    """`count` rows of `dim` elements of a block, from `element` on, as (array, index of the first): padded(dim) apart.
+
+    Whole vectors of float32 are read in place; what is narrower or not whole is copied into `scratch` first, with
+    zeros as padding.
+    """
+    fmt, stride = entry_format(entry), padded(dim)
+    start = entry_unit(entry) * unit_bytes // block_units(fmt) + element
+    if stride == dim:
+        if fmt == F32:
+            return words, start
+        widen(words, halves, fmt, start, count * dim, scratch, 0)
+    else:
+        scratch[: count * stride] = np.float32(0.0)
+        for row in range(count):
+            widen(words, halves, fmt, start + row * dim, dim, scratch, row * stride)
     return scratch, 0

@@ -15,7 +15,10 @@ _LOG2E = np.float32(math.log2(math.e))
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
 _ROUND = np.float32(1.5 * 2**23)
-_LOWEST = np.float32(-87.0)
+_TINY = np.float32(-87.0)
+
+LOWEST = np.float32(-3.4028235e38)
+"""Where running maxima start: finite, so that LOWEST - LOWEST is 0 and e^(-inf - LOWEST) is 0."""
 
 
 @exact
@@ -101,7 +104,7 @@ def exp(x: np.float32) -> np.float32:
     p = p * r * r + r + np.float32(1.0)
     # The rounded exponent sits in the low bits of `shifted`; moved up it becomes the float 2**n's exponent field.
     power = float_of(np.uint32(bits_of(shifted) + np.uint32(127)) << np.uint32(23))
-    return np.float32(0.0) if x < _LOWEST else p * power
+    return np.float32(0.0) if x < _TINY else p * power
 
 
 @exact
@@ -118,3 +121,9 @@ def tanh(x: np.float32) -> np.float32:
     small = a + a * s * p
     value = small if a < np.float32(0.25) else large
     return -value if x < np.float32(0.0) else value
+
+
+@exact
+def capped(score: np.float32, softcap: np.float32) -> np.float32:
+    """softcap * tanh(score / softcap)"""
+    return softcap * tanh(score / softcap)

@@ -14,29 +14,16 @@ from pagekernels.cpu.threads import prepare
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-INF = float("inf")
-
-SEQUENTIAL = {"contract"}
-"""Fused multiply-adds, but sums stay in the written order: equal inputs give equal bits however the work is split."""
-
-ANY_ORDER = {"contract", "reassoc", "nsz"}
-"""Sums may be reordered, so dot products vectorise; NaN and infinity keep their meaning."""
-
-
-def device(order: set[str]) -> Callable[[F], F]:
-    """A function called by kernels only; compiled with its caller. Rounds as SEQUENTIAL or ANY_ORDER says."""
-    return cast("Callable[[F], F]", numba.njit(fastmath=order, error_model="numpy", nogil=True))
-
-
 def exact(function: F) -> F:
-    """A function called by kernels only, whose floating point is done exactly as written."""
-    return cast("F", numba.njit(error_model="numpy", nogil=True)(function))
+    """A function called by kernels only, whose floating point is done as written: equal inputs give equal bits."""
+    options = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return cast("F", numba.njit(**options)(function))
 
 
-def kernel(signature: Any) -> Callable[[F], F]:
-    """A parallel entry point with one signature, compiled when its module is imported and kept on disk."""
+def kernel(signature: Any, *, parallel: bool = False) -> Callable[[F], F]:
+    """An entry point with one signature, compiled when its module is imported and kept on disk."""
     prepare()
-    options = {"parallel": True, "cache": True, "nogil": True, "error_model": "numpy"}
+    options = {"parallel": parallel, "cache": True, "nogil": True, "error_model": "numpy"}
     return cast("Callable[[F], F]", numba.njit(signature, **options))
 
 
@@ -46,11 +33,12 @@ def read_only(dtype: Any, ndim: int) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def next_ticket(_context: Any, counter: Any) -> Any:
-    """counter[0]++ by one atomic operation: how threads take work, so that a slow one does not hold up the rest."""
+def next_ticket(_typing: Any, counters: Any, index: Any) -> Any:
+    """counters[index]++ as one atomic operation; what it was before. All that was written before it is seen after it."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array = cgutils.create_struct_proxy(signature.args[0])(context, builder, args[0])
-        return builder.atomic_rmw("add", array.data, llvmlite.ir.Constant(llvmlite.ir.IntType(64), 1), "monotonic")
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        array = cgutils.create_struct_proxy(sig.args[0])(context, builder, args[0])
+        one = llvmlite.ir.Constant(llvmlite.ir.IntType(64), 1)
+        return builder.atomic_rmw("add", builder.gep(array.data, [args[1]]), one, "acq_rel")
 
-    return types.int64(counter), codegen
+    return types.int64(counters, types.int64), codegen

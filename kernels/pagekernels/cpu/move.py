@@ -1,4 +1,4 @@
-"""Moving tokens and blocks: append, gather, copy. Each is one memory-bound parallel pass.
+"""Moving tokens and blocks: append, gather, copy. Each is one memory-bound pass on one thread.
 
 They return -1, or the index of the first slot or entry that lies outside the slab; nothing is written then.
 """
@@ -6,13 +6,13 @@ They return -1, or the index of the first slot or entry that lies outside the sl
 from __future__ import annotations
 
 import numpy as np
-from numba import prange, types
+from numba import types
 
-from pagekernels.cpu.blocks import F32, Entries, Floats, Halves, block_rows, block_units, entry_format, entry_unit, readable
+from pagekernels.cpu.blocks import F32, Entries, Floats, Halves, block_rows, block_units, entry_format, entry_unit, padded, readable
 from pagekernels.cpu.floats import f32_to_half
 from pagekernels.cpu.geometry import BLOCK, DIM, DIM_V, FORMAT, HEADS, UNIT_BYTES, UNITS, Geometry, head_place
 from pagekernels.cpu.jit import exact, kernel, read_only
-from pagekernels.cpu.rows import store
+from pagekernels.cpu.rows import store_element
 
 Slots = np.ndarray[tuple[int], np.dtype[np.int64]]
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -53,7 +53,7 @@ def append(
     for t in range(len(slots)):
         if slots[t] >= 0 and slots[t] // size + itemsize > geometry[UNITS]:
             return t
-    for t in prange(len(slots)):
+    for t in range(len(slots)):
         if slots[t] >= 0:
             block = slots[t] // size * (geometry[UNIT_BYTES] // itemsize)
             for head in range(geometry[HEADS]):
@@ -82,19 +82,19 @@ def gather(
     for b in range(count):
         if not readable(table[b], geometry[UNITS]):
             return b
-    for i in prange(count * geometry[HEADS]):
+    for i in range(count * geometry[HEADS]):
         b, head = i // geometry[HEADS], i % geometry[HEADS]
         unit_bytes, first, size, dim, dim_v = head_place(geometry, head)
-        scratch = np.empty(size * max(dim, dim_v), np.float32)
+        scratch = np.empty(size * padded(max(dim, dim_v)), np.float32)
         tokens = min(size, length - b * size)
-        keys, at = block_rows(words, halves, table[b], unit_bytes, first, tokens * dim, scratch)
+        keys, at = block_rows(words, halves, table[b], unit_bytes, first, tokens, dim, scratch)
         for j in range(tokens):
             for d in range(dim):
-                store(k32, k16, geometry[FORMAT], head, b * size + j, d, keys[at + j * dim + d])
-        values, at = block_rows(words, halves, table[b], unit_bytes, first + size * dim, tokens * dim_v, scratch)
+                store_element(k32, k16, geometry[FORMAT], head, b * size + j, d, keys[at + j * padded(dim) + d])
+        values, at = block_rows(words, halves, table[b], unit_bytes, first + size * dim, tokens, dim_v, scratch)
         for j in range(tokens):
             for d in range(dim_v):
-                store(v32, v16, geometry[FORMAT], head, b * size + j, d, values[at + j * dim_v + d])
+                store_element(v32, v16, geometry[FORMAT], head, b * size + j, d, values[at + j * padded(dim_v) + d])
     return -1
 
 
@@ -106,7 +106,7 @@ def copy_blocks(slab: Bytes, sources: Entries, targets: Entries, unit_bytes: int
         same = entry_format(sources[i]) == entry_format(targets[i])
         if not (same and readable(sources[i], num_units) and readable(targets[i], num_units)):
             return i
-    for i in prange(len(sources)):
+    for i in range(len(sources)):
         size = block_units(entry_format(sources[i])) * unit_bytes
         source, target = entry_unit(sources[i]) * unit_bytes, entry_unit(targets[i]) * unit_bytes
         slab[target : target + size] = slab[source : source + size]

@@ -1,151 +1,146 @@
-"""Attention for many query tokens: tiles of rows, vectorised across the rows.
+"""Attention for many query tokens: panels of LANES rows, vectorised across the rows.
 
-Scores and outputs are held transposed, so that each vector lane is one row (query token i, query head g of the group;
-row = i * G + g) and nothing is ever summed across lanes:
+Queries, scores and outputs are held transposed, so that each vector lane is one row (query token i, query head g of the
+group; row = i * G + g) and nothing is ever summed across lanes. For a panel and a block:
 
     S[j, r] = sum_d K[j, d] Qt[d, r]      P = e^(cap(S) - m)      O[d, r] = O[d, r] e^(m_old - m) + sum_j V[j, d] P[j, r]
 
-Both products are `multiply_add`. Each lane adds in order of d and j, so a row's result does not depend on its tile.
-Online softmax, float32. Twin: twin.attention.
+Each lane adds in order of d and j, so a row's result depends neither on its panel nor on its chunk. Online softmax,
+float32. Twin: twin.attention.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from pagekernels.cpu.blocks import Entries, Floats, Halves, block_rows
-from pagekernels.cpu.floats import exp, tanh
-from pagekernels.cpu.jit import SEQUENTIAL, device
-from pagekernels.cpu.plan import visible_from
+from pagekernels.cpu.blocks import LANES, Entries, Floats, Halves, block_rows, padded
+from pagekernels.cpu.floats import LOWEST, capped, exp
+from pagekernels.cpu.jit import exact
+from pagekernels.cpu.simd import load, maximum, muladd, splat, store
 
-LANES = 16
-"""Rows are padded to a multiple of this, the widest vector in float32."""
+M, TOTAL, RESCALE, SINK = range(4)
+"""The lines of a panel's state [4, LANES]: running maximum, running sum, factor of the last step, sink (-inf: none)."""
 
-SINK = 3
-"""The lines of a tile's state: running maximum, running sum, rescale factor, sink (-inf: none)."""
+SEEN_FROM, SEEN_TO = range(2)
+"""The lines of a panel's seen [2, LANES]: each row attends to the keys from..to-1."""
 
-
-@device(SEQUENTIAL)
-def multiply_add(a: Floats, base: int, step_m: int, step_k: int, b: Floats, c: Floats, width: int) -> None:
-    """c[m, r] += sum_k a[base + m * step_m + k * step_k] * b[k, r] for r < width; k in order."""
-    for m in range(len(c)):
-        out = c[m]
-        k = 0
-        while k + 4 <= len(b):
-            at = base + m * step_m + k * step_k
-            a0, a1, a2, a3 = a[at], a[at + step_k], a[at + 2 * step_k], a[at + 3 * step_k]
-            b0, b1, b2, b3 = b[k], b[k + 1], b[k + 2], b[k + 3]
-            for r in range(width):
-                out[r] = out[r] + a0 * b0[r] + a1 * b1[r] + a2 * b2[r] + a3 * b3[r]
-            k += 4
-        while k < len(b):
-            a0, b0 = a[base + m * step_m + k * step_k], b[k]
-            for r in range(width):
-                out[r] += a0 * b0[r]
-            k += 1
+Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
-@device(SEQUENTIAL)
-def mask_and_cap(s: Floats, start: int, seen: np.ndarray, softcap: np.float32, width: int) -> None:
-    """Cap scores, then hide key start + j from row r unless seen[0, r] <= start + j < seen[1, r]."""
-    for j in range(len(s)):
-        line, key = s[j], np.int32(start + j)
-        if softcap > np.float32(0.0):
-            for r in range(width):
-                line[r] = softcap * tanh(line[r] / softcap)
-        low, high = seen[0], seen[1]
-        for r in range(width):
-            line[r] = line[r] if low[r] <= key and key < high[r] else np.float32(-np.inf)
+@exact
+def multiply_add(
+    a: Floats, base: int, step_m: int, step_k: int, b: Floats, b0: int, terms: int, c: Floats, c0: int, count: int
+) -> None:
+    """c[m] += sum_k a[base + m * step_m + k * step_k] * b[k], lines of LANES; m < count, a multiple of 4; k < terms."""
+    for m in range(0, count, 4):
+        to, at = c0 + m * LANES, base + m * step_m
+        t0, t1 = load(c, to, LANES), load(c, to + LANES, LANES)
+        t2, t3 = load(c, to + 2 * LANES, LANES), load(c, to + 3 * LANES, LANES)
+        for k in range(terms):
+            x, i = load(b, b0 + k * LANES, LANES), at + k * step_k
+            t0 = muladd(splat(a[i], LANES), x, t0)
+            t1 = muladd(splat(a[i + step_m], LANES), x, t1)
+            t2 = muladd(splat(a[i + 2 * step_m], LANES), x, t2)
+            t3 = muladd(splat(a[i + 3 * step_m], LANES), x, t3)
+        store(c, to, t0)
+        store(c, to + LANES, t1)
+        store(c, to + 2 * LANES, t2)
+        store(c, to + 3 * LANES, t3)
 
 
-@device(SEQUENTIAL)
-def softmax_lanes(s: Floats, state: Floats, o: Floats, width: int) -> None:
-    """Turn s [keys, r] into weights; bring state (m, l, rescale) and o [Dv, r] to the new maxima."""
-    m, total, rescale = state[0], state[1], state[2]
-    for r in range(width):
-        rescale[r] = m[r]
-    for j in range(len(s)):
-        line = s[j]
-        for r in range(width):
-            m[r] = line[r] if line[r] > m[r] else m[r]
+@exact
+def cap(s: Floats, count: int, softcap: np.float32) -> None:
+    """Cap `count` scores in place."""
+    for i in range(count):
+        s[i] = capped(s[i], softcap)
+
+
+@exact
+def hide(s: Floats, first_key: int, count: int, seen: Ints) -> None:
+    """s[j, r] = -inf where row r does not attend to key first_key + j."""
+    for j in range(count):
+        key = np.int32(first_key + j)
+        for r in range(LANES):
+            visible = seen[SEEN_FROM, r] <= key and key < seen[SEEN_TO, r]
+            s[j * LANES + r] = s[j * LANES + r] if visible else np.float32(-np.inf)
+
+
+@exact
+def weigh(s: Floats, first: int, last: int, state: Floats, o: Floats) -> None:
+    """Turn the scores s[first:last] into weights; bring state and o [Dv, LANES] to the new maxima."""
+    old = load(state, M * LANES, LANES)
+    top = old
+    for j in range(first, last):
+        top = maximum(load(s, j * LANES, LANES), top)
+    store(state, M * LANES, top)
     moved = False
-    for r in range(width):
-        moved |= rescale[r] != m[r]
+    store(state, RESCALE * LANES, old - top)
+    for r in range(LANES):
+        moved |= state[RESCALE, r] != np.float32(0.0)
+        state[RESCALE, r] = exp(state[RESCALE, r])
+    total = load(state, TOTAL * LANES, LANES)
     if moved:
-        for r in range(width):
-            base = m[r] if m[r] > np.float32(-np.inf) else np.float32(0.0)
-            rescale[r] = exp(rescale[r] - base)
-            total[r] *= rescale[r]
+        rescale = load(state, RESCALE * LANES, LANES)
+        total = total * rescale
         for d in range(len(o)):
-            line = o[d]
-            for r in range(width):
-                line[r] *= rescale[r]
-    for j in range(len(s)):
-        line = s[j]
-        for r in range(width):
-            base = m[r] if m[r] > np.float32(-np.inf) else np.float32(0.0)
-            line[r] = exp(line[r] - base)
-            total[r] += line[r]
+            store(o, d * LANES, load(o, d * LANES, LANES) * rescale)
+    for j in range(first, last):
+        store(s, j * LANES, load(s, j * LANES, LANES) - top)
+    for i in range(first * LANES, last * LANES):
+        s[i] = exp(s[i])
+    for j in range(first, last):
+        total = total + load(s, j * LANES, LANES)
+    store(state, TOTAL * LANES, total)
 
 
-@device(SEQUENTIAL)
-def finish_lanes(state: Floats, o: Floats, width: int) -> None:
-    """Divide o [Dv, r] by the softmax's denominator, the sinks' share (-inf: none) included."""
-    m, total, rescale, sinks = state[0], state[1], state[2], state[SINK]
-    for r in range(width):
-        top = max(m[r], sinks[r])
-        rescale[r] = exp(m[r] - top)
-        total[r] = total[r] * rescale[r] + exp(sinks[r] - top)
-    for d in range(len(o)):
-        line = o[d]
-        for r in range(width):
-            line[r] = line[r] * rescale[r] / total[r]
+@exact
+def finish(state: Floats, o: Floats) -> None:
+    """Divide o [Dv, LANES] by the softmax's denominator, the sink's share included."""
+    for r in range(LANES):
+        top = max(state[M, r], state[SINK, r])
+        rescale = exp(state[M, r] - top)
+        weight = state[TOTAL, r] * rescale + exp(state[SINK, r] - top)
+        for d in range(len(o)):
+            o[d, r] = o[d, r] * rescale / weight
 
 
-@device(SEQUENTIAL)
-def prefill_item(
+@exact
+def prefill_tile(
     words: Floats,
     halves: Halves,
     table: Entries,
     place: tuple[int, int, int, int, int],
     qt: Floats,
-    seen: np.ndarray,
+    seen: Ints,
     softcap: np.float32,
-    scratch: tuple[Floats, Floats, Floats],
     state: Floats,
     o: Floats,
-    width: int,
 ) -> None:
-    """Fill o [Dv, r] and state for the queries qt [D, r], which see keys seen[0, r]..seen[1, r]-1."""
+    """Fill o [panels, padded(Dv), LANES] for the queries qt [panels, D, LANES]; state [panels, 4, LANES], seen likewise.
+
+    Everything else about a panel may be uninitialised except its sinks.
+    """
     unit_bytes, element, size, dim, dim_v = place
-    key_scratch, value_scratch, scores = scratch
-    s = scores.reshape(size, qt.shape[1])
-    state[0] = -np.inf
-    state[1] = 0.0
-    o[:] = 0.0
-    first_key, last_key = seen[0, :width].min(), seen[1, :width].max()
-    all_from, all_to = seen[0, :width].max(), seen[1, :width].min()
-    for b in range(first_key // size, (last_key + size - 1) // size):
+    stride, stride_v = padded(dim), padded(dim_v)
+    key_scratch, value_scratch = np.empty(size * stride, np.float32), np.empty(size * stride_v, np.float32)
+    s = np.empty(size * LANES, np.float32)
+    state[:, M], state[:, TOTAL], o[:] = LOWEST, np.float32(0.0), np.float32(0.0)
+    for b in range(seen[:, SEEN_FROM].min() // size, (seen[:, SEEN_TO].max() + size - 1) // size):
         start = b * size
-        low, high = max(first_key - start, 0), min(last_key - start, size)
-        keys, k0 = block_rows(words, halves, table[b], unit_bytes, element, high * dim, key_scratch)
-        values, v0 = block_rows(
-            words, halves, table[b], unit_bytes, element + size * dim, high * dim_v, value_scratch
-        )
-        tile = s[low:high]
-        tile[:] = 0.0
-        multiply_add(keys, k0 + low * dim, dim, 1, qt, tile, width)
-        if softcap > np.float32(0.0) or start + low < all_from or start + high > all_to:
-            mask_and_cap(tile, start + low, seen, softcap, width)
-        softmax_lanes(tile, state, o, width)
-        multiply_add(values, v0 + low * dim_v, 1, dim_v, tile, o, width)
-    finish_lanes(state, o, width)
-
-
-@device(SEQUENTIAL)
-def set_seen(seen: np.ndarray, row: int, rows: int, group: int, position: int, window: int, chunk: int) -> None:
-    """seen[:, r] = the keys that row + r attends to; lanes beyond `rows` repeat the last row."""
-    for r in range(seen.shape[1]):
-        at = position + (row + min(r, rows - 1)) // group
-        seen[0, r] = visible_from(at, window, chunk)
-        seen[1, r] = at + 1
+        keys, k0 = block_rows(words, halves, table[b], unit_bytes, element, size, dim, key_scratch)
+        values, v0 = block_rows(words, halves, table[b], unit_bytes, element + size * dim, size, dim_v, value_scratch)
+        for p in range(len(qt)):
+            low, high = max(seen[p, SEEN_FROM].min() - start, 0), min(seen[p, SEEN_TO].max() - start, size)
+            if low < high:
+                first, last = low // 4 * 4, (high + 3) // 4 * 4
+                s[first * LANES : last * LANES] = np.float32(0.0)
+                multiply_add(keys, k0 + first * stride, stride, 1, qt[p], 0, dim, s, first * LANES, last - first)
+                if softcap > np.float32(0.0):
+                    cap(s, last * LANES, softcap)
+                if start + low < seen[p, SEEN_FROM].max() or start + high > seen[p, SEEN_TO].min():
+                    hide(s, start, high, seen[p])
+                weigh(s, low, high, state[p], o[p])
+                at, weights = v0 + low * stride_v, low * LANES
+                multiply_add(values, at, 1, stride_v, s, weights, high - low, o[p], 0, stride_v)
+    for p in range(len(qt)):
+        finish(state[p], o[p])

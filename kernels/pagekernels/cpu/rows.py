@@ -20,15 +20,9 @@ def element(x32: Floats, x16: Halves, fmt: int, t: int, h: int, d: int) -> np.fl
 
 
 @exact
-def store(x32: Floats, x16: Halves, fmt: int, t: int, h: int, d: int, value: np.float32) -> None:
+def store_element(x32: Floats, x16: Halves, fmt: int, t: int, h: int, d: int, value: np.float32) -> None:
     """x[t, h, d] = value, rounded to the pair's type."""
     if len(x32):
         x32[t, h, d] = value
     else:
         x16[t, h, d] = f32_to_half(fmt, value)
-
-
-@exact
-def merge_scale(old: np.float32, new: np.float32) -> np.float32:
-    """What maxima to subtract: `new`, or 0 while nothing has been seen."""
-    return new if new > -np.inf else np.float32(0.0)
