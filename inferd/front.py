@@ -42,8 +42,23 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(loaded.describe() + "\n")
         return 0
     logs.configure(config.log_level, config.log_format)
+    if config.print_geometry:
+        return print_geometry(config)
     launch = partial(EngineProcess.launch, setup(config), engine_environment(config))
     return run("inferd", lambda stop: live(config, launch, stop))
+
+
+def print_geometry(config: InferdConfig) -> int:
+    """Writes the model's geometry to standard output; the exit code."""
+    from inferd.geometry import geometry_json  # needs torch, which the front never loads
+
+    assert config.cache_dir is not None
+    try:
+        sys.stdout.write(geometry_json(config.model, config.dtype, config.cache_dir) + "\n")
+    except PagepoolError as error:
+        sys.stderr.write(f"inferd: {error.message}\n")
+        return EXIT_USAGE
+    return 0
 
 
 def setup(config: InferdConfig) -> Setup:

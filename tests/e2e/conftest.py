@@ -245,3 +245,49 @@ def raw_worker(memd: Memd) -> Iterator[Callable[..., RawWorker]]:
 def wait() -> Callable[..., Any]:
     """`wait_until`, for test modules."""
     return wait_until
+
+
+@pytest.fixture
+def raw_worker_of() -> Iterator[Callable[..., RawWorker]]:
+    """Makes raw workers of any memd."""
+    workers: list[RawWorker] = []
+
+    def make(memd: Memd, name: str = "raw") -> RawWorker:
+        workers.append(RawWorker(memd, name))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.close()
+
+
+# Workers. `tests.e2e.workers` is imported late, since it builds on this module.
+
+
+@pytest.fixture(scope="session")
+def default_house() -> Iterator[Any]:
+    """A memd for the default model, and a way to start workers on it; see tests.e2e.workers.household."""
+    from tests.e2e.workers import household
+
+    with household("--pool-bytes", "512MiB") as house:
+        yield house
+
+
+@pytest.fixture(scope="session")
+def default_memd(default_house: Any) -> Memd:
+    """The memd of `worker`."""
+    return default_house[0]
+
+
+@pytest.fixture(scope="session")
+def worker(default_house: Any) -> Any:
+    """A worker of the default model in float32."""
+    return default_house[1]("a", "--dtype", "float32").ready()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small random llama and the default model's tokenizer."""
+    from tests.e2e.workers import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("first") / "tiny")

@@ -1,4 +1,4 @@
-"""Real workers: one pair over the default model for the whole session, and tiny models that load in no time."""
+"""Real workers, models that load in no time, and whole streams. The fixtures are in conftest.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.inferd.v1.generation_service_pb2_grpc import GenerationServiceStub
@@ -174,33 +173,17 @@ def household(*memd_flags: str) -> Iterator[tuple[Memd, Callable[..., Worker]]]:
             memd.stop()
 
 
-@pytest.fixture(scope="session")
-def default_house() -> Iterator[tuple[Memd, Callable[..., Worker]]]:
-    """A memd for the default model."""
-    with household("--pool-bytes", "512MiB") as house:
-        yield house
-
-
-@pytest.fixture(scope="session")
-def default_memd(default_house: tuple[Memd, Callable[..., Worker]]) -> Memd:
-    return default_house[0]
-
-
-@pytest.fixture(scope="session")
-def worker(default_house: tuple[Memd, Callable[..., Worker]]) -> Worker:
-    """A worker of the default model in float32."""
-    return default_house[1]("a", "--dtype", "float32").ready()
-
-
 def make_tiny_model(folder: Path, seed: int = 0) -> Path:
     """A llama with random weights and the default model's tokenizer."""
     import torch
+    from inferd.config import load_config
+    from inferd.model.source import resolve
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from inferd.model.source import resolve
-
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(resolve("smollm2"))
+    cache = load_config([]).config.cache_dir
+    assert cache is not None
+    tokenizer = AutoTokenizer.from_pretrained(resolve("smollm2", cache, print))
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -214,11 +197,6 @@ def make_tiny_model(folder: Path, seed: int = 0) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_model(tmp_path_factory.mktemp("first") / "tiny")
 
 
 def within(seconds: float, condition: Callable[[], Any]) -> Any:
