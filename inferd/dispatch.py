@@ -87,7 +87,8 @@ class Dispatcher:
         """ENGINE_STARTING, to be raised."""
         detail = self.state.detail or self.state.phase
         message = f"the engine is not ready yet ({detail}); retry in a moment"
-        return PagepoolError(Reason.ENGINE_STARTING, message, retry_after_s=STARTING_RETRY_S, phase=self.state.phase)
+        found = {"phase": self.state.phase, "detail": detail}
+        return PagepoolError(Reason.ENGINE_STARTING, message, retry_after_s=STARTING_RETRY_S, **found)
 
     def submit(self, draft: Submit) -> TokenStream:
         """Sends a request, numbered anew, to the engine. Raises what `require_serving` raises.
