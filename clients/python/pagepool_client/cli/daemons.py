@@ -22,6 +22,12 @@ from pagepool_client.inference import InferenceClient
 POLL_S = 0.1
 STOP_TIMEOUT_S = 20.0
 
+_PHASES = {
+    "loading": "loading the model",
+    "attaching": "attaching to memd",
+    "warming_up": "warming up: every shape is run once, so that nothing compiles later",
+}
+
 
 class Daemon:
     """A child process in a session of its own, so that Ctrl-C reaches the command alone; its log is a file."""
@@ -83,15 +89,15 @@ class Daemons:
         self.memd.require_alive()
         self.inferd.require_alive()
 
-    def wait_ready(self, report: Callable[[str], None]) -> None:
-        """Wait until both serve; `report` is told what is going on. Raises PagepoolError if one ends instead."""
+    def wait_ready(self, report: Callable[[str, float], None]) -> None:
+        """Wait until both serve; `report` is told what is going on, and for how many seconds. Raises PagepoolError if one ends instead."""
         begun = time.monotonic()
         with InferenceClient(self.inferd.target, timeout_s=2.0) as inferd:
             while True:
                 self.require_alive()
                 if _is_serving(self.inferd.target):
                     return
-                report(f"{_doing(inferd)} ({time.monotonic() - begun:.0f} s)")
+                report(_doing(inferd), time.monotonic() - begun)
                 time.sleep(POLL_S)
 
     def stop(self) -> None:
@@ -128,10 +134,11 @@ def _is_serving(target: str) -> bool | None:
 
 
 def _doing(inferd: InferenceClient) -> str:
-    """What inferd is doing, in its own words."""
+    """What inferd is doing, in its own words where it has some."""
     try:
         return f"warming up {inferd.model().model}"
     except PagepoolError as error:
-        if error.reason is Reason.ENGINE_STARTING:
-            return error.metadata.get("detail") or error.message
-        return "starting memd and inferd"
+        if error.reason is not Reason.ENGINE_STARTING:
+            return "starting memd and inferd"
+        phase, detail = error.metadata.get("phase", ""), error.metadata.get("detail", "")
+        return detail if detail and detail != phase else _PHASES.get(phase, phase)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 import textwrap
 import time
@@ -37,16 +38,17 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Everything once. The daemons live in a folder of their own, so that running ones are not disturbed."""
     args.pool_bytes = args.pool_bytes or POOL_BYTES
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="pagepool-demo-") as folder:
-        args.socket_dir = Path(folder)
-        with daemons(args) as pair:
-            pair.wait_ready(terminal.status)
-            up = terminal.styled("memd and inferd are up", "bold")
-            terminal.line(f"{up} after {time.monotonic() - begun:.0f} s: {facts(pair)}")
-            snapshot = _converse(pair, terminal)
-            _heading(terminal, "The pool while that second answer was being written (pagepool blocks)")
-            show(snapshot, terminal)
-            terminal.status("stopping inferd, then memd")
+    args.socket_dir = Path(tempfile.mkdtemp(prefix="pagepool-demo-"))
+    with daemons(args) as pair:
+        pair.wait_ready(terminal.status)
+        up = terminal.styled("memd and inferd are up", "bold")
+        terminal.line(f"{up} after {time.monotonic() - begun:.0f} s: {facts(pair)}")
+        snapshot = _converse(pair, terminal)
+        _heading(terminal, "The pool while that second answer was being written (pagepool blocks)")
+        show(snapshot, terminal)
+        terminal.status("stopping inferd, then memd")
+    # Only now: after a failure the logs in it are wanted.
+    shutil.rmtree(args.socket_dir)
     _heading(terminal, "Both daemons have stopped. Your turn:")
     terminal.line("  pagepool up      keeps them running and says what to type next")
     terminal.line("  pagepool --help  lists the commands")

@@ -68,10 +68,14 @@ class Terminal:
         self._err.write(f"{self.styled('pagepool:', 'red', 'bold', to_err=True)} {text}\n")
         self._err.flush()
 
-    def status(self, text: str) -> None:
-        """What is going on now: one line that is written over on a terminal, a new line for each new text elsewhere."""
+    def status(self, text: str, elapsed_s: float | None = None) -> None:
+        """What is going on now, and since when.
+
+        One line that is written over on a terminal; elsewhere a line of its own whenever the text changes.
+        """
         if self._err.isatty():
-            shown = f"{next(_SPINNER)} {text}"[: self.width - 1]
+            since = "" if elapsed_s is None else f" ({elapsed_s:.0f} s)"
+            shown = f"{next(_SPINNER)} {text}"[: self.width - len(since) - 1] + since
             self._err.write(_CLEAR_LINE + shown)
             self._shown = True
         elif text != self._status:
