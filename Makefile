@@ -73,10 +73,10 @@ proto-check: $(VENV)/.dev ## Lint the protos, prove the stubs fresh, and refuse 
 	  $(BIN)/buf breaking --against ".git#tag=$$tag"; else echo "proto-check: no release tag yet, so nothing to break"; fi
 
 bench-cpu: $(VENV)/.dev ## Compare with transformers on this CPU, and measure memd
-	@$(BIN)/python kernels/bench/cpu.py
+	@$(BIN)/python clients/bench/cpu.py
 
 bench-memd: $(VENV)/.dev ## Measure memd alone
-	@$(BIN)/python kernels/bench/cpu.py --only memd
+	@$(BIN)/python clients/bench/cpu.py --only memd
 
 bench-kernels: $(VENV)/.dev ## Measure the CPU kernels alone
 	@$(BIN)/python -m pagekernels.bench

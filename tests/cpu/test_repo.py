@@ -14,7 +14,7 @@ import pytest
 from pagepool.errors import CODES, Reason
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE_ROOTS = ("memd", "inferd", "proto/pagepool", "kernels", "clients/python/pagepool_client")
+SOURCE_ROOTS = ("memd", "inferd", "proto/pagepool", "kernels", "clients")
 MAX_FUNCTION, MAX_FILE, MAX_PARAMETERS = 40, 300, 6
 # Words that would tie the repository to one machine or one package index.
 PLACES = re.compile("pypi" + r"\.org|files\.python" + r"hosted|/wo" + r"rk/|/home/\w|/ro" + r"ot/")
