@@ -100,7 +100,7 @@ class Engine:
             sequence = Sequence(submit, now)
             self._scheduler.add(sequence)
         except PagepoolError as error:
-            self._around.send(_failed(submit.request, error))
+            self._around.send(failed(submit.request, error))
         else:
             self._sequences[submit.request] = sequence
 
@@ -127,7 +127,7 @@ class Engine:
         if now < self._attach_at:
             return self._attach_at - now
         try:
-            attachment = self._around.attach()
+            attachment = self._attached()
         except PagepoolError as error:
             if error.code is not Code.UNAVAILABLE:
                 raise
@@ -137,13 +137,21 @@ class Engine:
             return rest_s
         self._attachment, self._retry_s = attachment, FIRST_RETRY_S
         self._scheduler.attach(attachment.pool.info)
-        if not self._warm:
-            self._reporter.enter("warming_up", self._around.clock(), info=attachment.pool.info)
-            attachment.warm_up()
-            self._warm = True
         self._reporter.enter("serving", self._around.clock(), info=attachment.pool.info)
         log.info("attached", epoch=attachment.pool.info.epoch, num_blocks=attachment.pool.info.num_blocks)
         return 0.0
+
+    def _attached(self) -> Attachment:
+        attachment = self._around.attach()
+        try:
+            if not self._warm:
+                self._reporter.enter("warming_up", self._around.clock(), info=attachment.pool.info)
+                attachment.warm_up()
+                self._warm = True
+        except BaseException:
+            attachment.close()
+            raise
+        return attachment
 
     def _take_events(self, attachment: Attachment, now: float) -> None:
         for event in attachment.pool.poll():
@@ -175,7 +183,7 @@ class Engine:
         for sequence in self._scheduler.lose():
             message = f"the pool is lost, and the request's KV with it: {why}; retry"
             error = PagepoolError(Reason.POOL_LOST, message, retry_after_s=1.0, why=why)
-            self._forget(sequence, _failed(sequence.request, error))
+            self._forget(sequence, failed(sequence.request, error))
         self._attachment.close()
         self._attachment = self._detach_at = None
         self._attach_at = now
@@ -237,7 +245,7 @@ class Engine:
 
     def _fail(self, sequence: Sequence, error: PagepoolError) -> None:
         self._scheduler.finish(sequence)
-        self._forget(sequence, _failed(sequence.request, error))
+        self._forget(sequence, failed(sequence.request, error))
 
     def _forget(self, sequence: Sequence, last_words: Message) -> None:
         del self._sequences[sequence.request]
@@ -257,7 +265,8 @@ class Engine:
         self._reporter.note(len(self._scheduler.waiting), len(self._scheduler.running), self._counters)
 
 
-def _failed(request: int, error: PagepoolError) -> Failed:
+def failed(request: int, error: PagepoolError) -> Failed:
+    """The message that carries an error; request 0 is the engine itself."""
     return Failed(request, str(error.reason), error.message, error.field, error.retry_after_s, error.metadata)
 
 

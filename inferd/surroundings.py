@@ -31,9 +31,10 @@ class Mailbox:
         while self._messages:
             yield self._messages.popleft()
 
-    def rest(self, timeout_s: float) -> None:
-        """Wait until the signal is set. It is cleared before anything is read: what comes in later sets it again."""
+    def rest(self, timeout_s: float | None) -> None:
+        """Wait until the signal is set, for ever without a timeout."""
         if self.signal.wait(timeout_s):
+            # Cleared before anything is read: what comes in later sets it again.
             self.signal.clear()
 
 
