@@ -11,20 +11,28 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from memd.core.block import Blocks
+from memd.core.errors import InvariantError
 from memd.core.geometry import Geometry
-from memd.core.lease import MAX_REPLAYED_STEPS
+from memd.core.lease import MAX_REPLAYED_STEPS, Lease
 from memd.core.pool import Pool
+from memd.core.prefix import PrefixIndex
+from memd.core.state import Plan, PoolState
+from memd.core.store import BlockStore
+from memd.core.table import Table
 from memd.core.values import BlockState as B
 from memd.core.values import Commit, ExtendRequest, LeaseState, RefusalReason, Step, StepOutcome, TableRequest
+from memd.core.workers import WorkerLeases
 from pagekernels.layout import Format, LayerShape
 from pagepool.errors import PagepoolError, Reason
 
 SIZE = 8
-TIMEOUT = 10.0
+TIMEOUT = 6.0
 UNITS = Format.BF16.itemsize
 GEOMETRY = Geometry((LayerShape(1, 8, 8),), Format.BF16, False, 1, b"w" * 32, "model")
 
@@ -396,7 +404,7 @@ class Model:
 # A token stream is a list of blocks of one repeated token, so that prefixes often agree, and a part of a block.
 streams = st.builds(
     lambda blocks, rest: [token for token in blocks for _ in range(SIZE)] + [9] * rest,
-    st.lists(st.integers(0, 1), max_size=3),
+    st.sampled_from([[], [0], [0, 0], [0, 0], [0, 0, 0], [0, 1], [1]]),
     st.sampled_from([0, 1, 5]),
 )
 tails = st.builds(
@@ -410,14 +418,14 @@ requests = st.builds(
     no_match=st.sampled_from([False, False, False, True]),
     ref=st.integers(0, 99),
 )
-seconds = st.sampled_from([0.0, 1.0, 4.0])
+seconds = st.sampled_from([0.0, 0.5, 0.5, 1.0, 1.0, 6.0])
 
 
 class PoolMachine(RuleBasedStateMachine):
     """Every command of the pool, on few enough blocks that they are always short."""
 
-    @initialize(total=st.integers(2, 9), clients=st.integers(0, 1))
-    def start(self, total: int, clients: int) -> None:
+    @initialize(total=st.sampled_from([3, 5, 6, 7, 9]))
+    def start(self, total: int) -> None:
         self.pool = Pool(7, SIZE, 1 << 30, total)
         self.pool.declare(GEOMETRY)
         self.model = Model(total)
@@ -425,8 +433,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.version, self.before = self.pool.version, self.seen()
         for lock in ("one", "two"):
             self.attach_worker(lock, None)
-        for _ in range(clients):
-            self.create_client_lease(30.0)
+        self.new_client(30.0)
 
     def agree(self, actual: Callable[[], Any], expected: Callable[[], Any]) -> Any:
         """Both must answer alike, or refuse for the same reason; the answer, or the reason."""
@@ -443,9 +450,19 @@ class PoolMachine(RuleBasedStateMachine):
 
     # -- what to name in a command: mostly something that is there
 
-    def leases(self, *, workers: bool) -> st.SearchStrategy[int]:
-        wanted = [one for one, lease in self.model.leases.items() if lease.worker == workers]
-        return st.sampled_from(wanted * 4 + [1, 2, 3, self.model.next_id])
+    def client(self, data: st.DataObject) -> int:
+        """A lease for a client's command."""
+        alive = [one for one, lease in self.model.leases.items() if not lease.worker and self.now < lease.deadline]
+        if data.draw(st.integers(0, 9)):
+            return data.draw(st.sampled_from(alive)) if alive else self.new_client(30.0)
+        return data.draw(st.integers(1, self.model.next_id))
+
+    def worker(self, data: st.DataObject) -> int:
+        """A lease for a worker's command."""
+        alive = [one for one, lease in self.model.leases.items() if lease.worker and lease.state is LeaseState.LIVE]
+        if data.draw(st.integers(0, 9)):
+            return data.draw(st.sampled_from(alive)) if alive else self.attach_worker("one", None)
+        return data.draw(st.integers(1, self.model.next_id))
 
     def tables(self, lease: int) -> st.SearchStrategy[int]:
         own = [one for one, table in self.model.tables.items() if table.lease == lease]
@@ -463,6 +480,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(by=seconds)
     def time_passes(self, by: float) -> None:
         self.now += by
+        self.capacity_news()
 
     @rule(by=seconds)
     def tick(self, by: float) -> None:
@@ -472,14 +490,17 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(ttl=st.sampled_from([0.5, 5.0, 30.0]))
     def create_client_lease(self, ttl: float) -> None:
+        self.new_client(ttl)
+
+    def new_client(self, ttl: float) -> int:
         granted = max(ttl, 1.0)
         expected = self.model.new_lease(ModelLease(False, granted, self.now + granted))
         lease = self.pool.create_lease("client", ttl, self.now)
         assert (lease.lease_id, lease.ttl_s, lease.deadline) == (expected, granted, self.now + granted)
+        return expected
 
-    @rule(data=st.data())
     def renew_client_lease(self, data: st.DataObject) -> None:
-        lease = data.draw(self.leases(workers=False))
+        lease = self.client(data)
 
         def expected() -> float:
             found = self.model.client(lease, self.now)
@@ -488,9 +509,8 @@ class PoolMachine(RuleBasedStateMachine):
 
         self.agree(lambda: self.pool.renew_lease(lease, self.now).deadline, expected)
 
-    @rule(data=st.data())
     def release_client_lease(self, data: st.DataObject) -> None:
-        lease = data.draw(self.leases(workers=False))
+        lease = self.client(data)
 
         def expected() -> None:
             if lease in self.model.leases:
@@ -500,38 +520,44 @@ class PoolMachine(RuleBasedStateMachine):
 
         self.agree(lambda: self.pool.release_lease(lease, self.now), expected)
 
-    def attach_worker(self, lock: str, reclaim: tuple[int, int] | None) -> None:
+    @rule(data=st.data(), name=st.sampled_from(["heartbeat", "renew_client_lease"]))
+    def lease_is_renewed(self, name: str, data: st.DataObject) -> None:
+        getattr(self, name)(data)
+
+    @rule(data=st.data(), name=st.sampled_from(["release_client_lease", "detach", "fail_lease", "stream_broken"]))
+    def lease_ends(self, name: str, data: st.DataObject) -> None:
+        getattr(self, name)(data)
+
+    def attach_worker(self, lock: str, reclaim: tuple[int, int] | None) -> int:
         attached = self.pool.attach("worker", lock, TIMEOUT, self.now, reclaim)
         expected = self.model.attach(lock, self.now, reclaim)
         assert (attached.lease.lease_id, attached.reclaimed) == expected
+        return attached.lease.lease_id
 
     @rule(lock=st.sampled_from(["one", "two", "three"]), epoch=st.sampled_from([7, 7, 7, 8]), data=st.data())
     def attach(self, lock: str, epoch: int, data: st.DataObject) -> None:
-        lease = data.draw(st.none() | self.leases(workers=True) | self.leases(workers=True))
-        if lease in self.model.leases and data.draw(st.integers(0, 4)):
+        lease = data.draw(st.none() | st.sampled_from([*self.model.leases, self.model.next_id]))
+        if lease is not None and lease in self.model.leases and data.draw(st.integers(0, 4)):
             lock = self.model.leases[lease].lock or lock
         self.attach_worker(lock, None if lease is None else (epoch, lease))
 
-    @rule(data=st.data())
     def heartbeat(self, data: st.DataObject) -> None:
-        lease = data.draw(self.leases(workers=True))
+        lease = self.worker(data)
 
         def expected() -> None:
             self.model.worker(lease, self.now).deadline = self.now + TIMEOUT
 
         self.agree(lambda: self.pool.heartbeat(lease, self.now), expected)
 
-    @rule(data=st.data())
     def stream_broken(self, data: st.DataObject) -> None:
-        lease = data.draw(self.leases(workers=True))
+        lease = self.worker(data)
         self.pool.stream_broken(lease)
         known = self.model.leases.get(lease)
         if known is not None and known.worker and known.state is LeaseState.LIVE:
             known.state = LeaseState.DETACHED
 
-    @rule(data=st.data())
     def detach(self, data: st.DataObject) -> None:
-        lease = data.draw(self.leases(workers=True))
+        lease = self.worker(data)
 
         def expected() -> None:
             self.model.worker(lease, self.now)
@@ -539,28 +565,28 @@ class PoolMachine(RuleBasedStateMachine):
 
         self.agree(lambda: self.pool.detach(lease, self.now), expected)
 
-    @rule(data=st.data())
     def fail_lease(self, data: st.DataObject) -> None:
-        lease = data.draw(self.leases(workers=True))
+        lease = self.worker(data)
         self.pool.fail_lease(lease)
-        if lease in self.model.leases and self.model.leases[lease].worker:
-            if self.model.leases[lease].state is not LeaseState.LOST:
-                self.model.lose(lease)
+        known = self.model.leases.get(lease)
+        if known is not None and known.worker and known.state is not LeaseState.LOST:
+            self.model.lose(lease)
 
     @rule(data=st.data())
     def process_gone(self, data: st.DataObject) -> None:
         waiting = {one: lease.lock for one, lease in self.model.leases.items() if lease.worker}
         waiting = {one: lock for one, lock in waiting.items() if self.model.leases[one].state is not LeaseState.LIVE}
         assert dict(self.pool.waiting_for_process()) == waiting
-        lease = data.draw(st.sampled_from(list(waiting)) if waiting else self.leases(workers=True))
+        lease = data.draw(st.sampled_from(list(waiting))) if waiting else self.worker(data)
         self.pool.process_gone(lease, self.now)
         self.model.process_gone(lease)
+        self.capacity_news()
 
     # -- client commands
 
     @rule(count=st.integers(1, 5), data=st.data())
     def allocate(self, count: int, data: st.DataObject) -> None:
-        lease = data.draw(self.leases(workers=False))
+        lease = self.client(data)
 
         def actual() -> Any:
             run = self.pool.allocate_blocks(lease, count, self.now)
@@ -570,7 +596,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def free_blocks(self, data: st.DataObject) -> None:
-        lease = data.draw(self.leases(workers=False))
+        lease = self.client(data)
         own = [one for one in self.model.order.get(lease, []) if data.draw(st.booleans())]
         ids = own or data.draw(self.blocks())
         self.agree(
@@ -580,12 +606,12 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def share_blocks(self, data: st.DataObject) -> None:
-        lease, ids = data.draw(self.leases(workers=False)), data.draw(self.blocks())
+        lease, ids = self.client(data), data.draw(self.blocks())
         self.agree(lambda: self.pool.share_blocks(lease, ids, self.now), lambda: self.model.share(lease, ids, self.now))
 
     @rule(request=requests, data=st.data())
     def create_table(self, request: TableRequest, data: st.DataObject) -> None:
-        lease = data.draw(self.leases(workers=False))
+        lease = self.client(data)
 
         def actual() -> Any:
             table = self.pool.create_table(lease, request, self.now)
@@ -595,7 +621,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3), data=st.data())
     def extend_table(self, count: int, data: st.DataObject) -> None:
-        lease = data.draw(self.leases(workers=False))
+        lease = self.client(data)
         table = data.draw(self.tables(lease))
 
         def actual() -> Any:
@@ -606,7 +632,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def release_table(self, data: st.DataObject) -> None:
-        lease = data.draw(self.leases(workers=False))
+        lease = self.client(data)
         table = data.draw(self.tables(lease))
 
         def expected() -> None:
@@ -636,10 +662,6 @@ class PoolMachine(RuleBasedStateMachine):
             answers.append(("refusal", one.ref, one.reason is RefusalReason.REQUEST_TOO_LARGE, one.available_blocks))
         return sorted(answers, key=lambda answer: answer[1])
 
-    def live_worker(self, data: st.DataObject) -> int:
-        live = [one for one, lease in self.model.leases.items() if lease.worker and lease.state is LeaseState.LIVE]
-        return data.draw(st.sampled_from(live) if live else self.leases(workers=True))
-
     def next_step(self, lease: int) -> int:
         known = self.model.leases.get(lease)
         return known.last_step + 1 if known else 1
@@ -655,18 +677,31 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(requested=st.lists(requests, min_size=1, max_size=2), data=st.data())
     def worker_creates(self, requested: list[TableRequest], data: st.DataObject) -> None:
-        lease = self.live_worker(data)
+        lease = self.worker(data)
         creates = [dataclasses.replace(request, ref=ref) for ref, request in enumerate(requested)]
         self.send(lease, Step(self.next_step(lease), creates=creates))
 
+    @rule(prompt=streams, more=tails, salt=st.sampled_from([b"", b"", b"salt"]), keep=st.booleans(), data=st.data())
+    def worker_serves(self, prompt: list[int], more: list[int], salt: bytes, keep: bool, data: st.DataObject) -> None:
+        """A request from admission to its end, or nearly."""
+        lease, tokens = self.worker(data), prompt + more
+        request = TableRequest(prompt, -(-len(tokens) // SIZE), salt)
+        self.send(lease, Step(self.next_step(lease), creates=[request]))
+        table_id = self.model.next_id - 1
+        table = self.model.tables.get(table_id)
+        if table is None or table.lease != lease or table.blocks == [] or len(table.tokens) != table.cached:
+            return  # refused
+        commit = Commit(table_id, tokens[table.cached : len(table.blocks) * SIZE])
+        self.send(lease, Step(self.next_step(lease), [commit], [] if keep else [table_id]))
+
     @rule(data=st.data())
     def worker_commits(self, data: st.DataObject) -> None:
-        lease = self.live_worker(data)
+        lease = self.worker(data)
         self.send(lease, Step(self.next_step(lease), commits=self.some_commits(data, lease)))
 
     @rule(requested=st.lists(requests, max_size=2), extends=st.lists(st.integers(1, 3), max_size=2), data=st.data())
     def worker_works(self, requested: list[TableRequest], extends: list[int], data: st.DataObject) -> None:
-        lease = self.live_worker(data)
+        lease = self.worker(data)
         commits = self.some_commits(data, lease)
         releases = [one for one in self.own_tables(lease) if not data.draw(st.integers(0, 2))]
         left = [one for one in self.own_tables(lease) if one not in releases]
@@ -677,11 +712,12 @@ class PoolMachine(RuleBasedStateMachine):
             if left
         ]
         self.send(lease, Step(self.next_step(lease), commits, releases, creates, more))
+        self.capacity_news()
 
     @rule(off=st.sampled_from([0, 0, -1, 1]), tail=tails, data=st.data())
     def worker_errs(self, off: int, tail: list[int], data: st.DataObject) -> None:
-        lease = data.draw(self.leases(workers=True))
-        commits = [Commit(one, tail) for one in data.draw(st.lists(self.tables(lease), max_size=2))]
+        lease = self.worker(data)
+        commits = [Commit(one, tail * 4) for one in data.draw(st.lists(self.tables(lease), max_size=2))]
         releases = data.draw(st.lists(self.tables(lease), max_size=2))
         extends = [
             ExtendRequest(one, 1, ref) for ref, one in enumerate(data.draw(st.lists(self.tables(lease), max_size=1)))
@@ -690,7 +726,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(back=st.integers(1, 3), data=st.data())
     def worker_reclaims_and_repeats(self, back: int, data: st.DataObject) -> None:
-        lease = self.live_worker(data)
+        lease = self.worker(data)
         known = self.model.leases.get(lease)
         if known is None or not known.worker:
             return
@@ -715,6 +751,8 @@ class PoolMachine(RuleBasedStateMachine):
         assert seen == self.wanted()
         assert self.pool.version > self.version or seen == self.before, "a change did not raise the version"
         self.version, self.before = self.pool.version, seen
+        self.compare_leases()
+        self.compare_digests()
 
     def seen(self) -> Any:
         pool, counters = self.pool, self.pool.counters
@@ -769,21 +807,18 @@ class PoolMachine(RuleBasedStateMachine):
         lost = self.model.leases[block.holders[0][0]].state is LeaseState.LOST
         return B.QUARANTINED if lost and block.prefix is None else B.HELD
 
-    @invariant()
-    def leases_equal_the_models(self) -> None:
-        if hasattr(self, "model"):
-            for one, lease in self.model.leases.items():
-                view = self.pool.lease(one)
-                assert (view.state, view.deadline, view.is_worker) == (lease.state, lease.deadline, lease.worker)
-            alive = [lease for lease in self.model.leases.values() if lease.state is not LeaseState.LOST]
-            assert self.pool.num_leases == len(alive)
-            assert self.pool.next_deadline() == min((lease.deadline for lease in alive), default=None)
+    def compare_leases(self) -> None:
+        for one, lease in self.model.leases.items():
+            view = self.pool.lease(one)
+            assert (view.state, view.deadline, view.is_worker) == (lease.state, lease.deadline, lease.worker)
+        alive = [lease for lease in self.model.leases.values() if lease.state is not LeaseState.LOST]
+        assert self.pool.num_leases == len(alive)
+        assert self.pool.next_deadline() == min((lease.deadline for lease in alive), default=None)
 
-    @invariant()
-    def digests_are_equal_where_contents_are(self) -> None:
-        if hasattr(self, "model"):
-            pairs = {(self.pool.block(one, self.now).digest, block.prefix) for one, block in self.model.blocks.items()}
-            assert len(pairs) == len({digest for digest, _ in pairs}) == len({prefix for _, prefix in pairs})
+    def compare_digests(self) -> None:
+        """Equal exactly where salt and all tokens up to the block's end are."""
+        pairs = {(self.pool.block(one, self.now).digest, block.prefix) for one, block in self.model.blocks.items()}
+        assert len(pairs) == len({digest for digest, _ in pairs}) == len({prefix for _, prefix in pairs})
 
 
 SUITE = settings(
@@ -794,7 +829,172 @@ SUITE = settings(
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
+HUNT = settings(SUITE, max_examples=150, phases=[Phase.generate], derandomize=True, print_blob=False)
 
 
 def test_500_random_command_sequences_keep_the_invariant_and_agree_with_the_model() -> None:
     run_state_machine_as_test(PoolMachine, settings=SUITE)
+
+
+# -- bugs, each planted into one method, that the sequences above must find
+
+
+def frees_a_block_twice(patch: pytest.MonkeyPatch) -> None:
+    """Counts without asking who holds, and a release that drops the table's first block once more."""
+
+    def drop_reference(self: Blocks, frame: int, holder: int) -> bool:
+        self.holders[frame] = self.holders[frame][1:]
+        return not self.holders[frame]
+
+    def release_table(self: PoolState, table: Table, now: float) -> None:
+        release(self, table, now)
+        store = self.cut_store()
+        if table.frames and store.blocks.holders[table.frames[0]]:
+            store.release(table.frames[0], table.table_id, now)
+
+    release = PoolState.release_table
+    patch.setattr(Blocks, "drop_reference", drop_reference)
+    patch.setattr(PoolState, "release_table", release_table)
+
+
+def frees_a_unit_twice(patch: pytest.MonkeyPatch) -> None:
+    """The free queue gets a frame that is in it already."""
+
+    def vacate(self: BlockStore, frame: int) -> None:
+        self.blocks.vacate(frame)
+        self.allocator.give_back(frame)
+        self.allocator.give_back(frame)
+
+    patch.setattr(BlockStore, "_vacate", vacate)
+
+
+def leaks_a_share(patch: pytest.MonkeyPatch) -> None:
+    """A released table keeps its references to the blocks that it had matched."""
+
+    def release_table(self: PoolState, table: Table, now: float) -> None:
+        del table.frames[: table.cached_tokens // SIZE]
+        release(self, table, now)
+
+    release = PoolState.release_table
+    patch.setattr(PoolState, "release_table", release_table)
+
+
+def forgets_a_share(patch: pytest.MonkeyPatch) -> None:
+    """A second holder is not counted, so the block goes when the first one releases it."""
+
+    def hold(self: BlockStore, frame: int, holders: tuple[int, ...], now: float) -> None:
+        if not self.blocks.holders[frame]:
+            original(self, frame, holders, now)
+
+    original = BlockStore.hold
+    patch.setattr(BlockStore, "hold", hold)
+
+
+def evicts_the_newest(patch: pytest.MonkeyPatch) -> None:
+    """The cached queue is taken from its wrong end."""
+
+    def grant(self: BlockStore, count: int, holders: tuple[int, ...], now: float) -> list[int]:
+        for _ in range(count - self.allocator.num_free):
+            newest = list(self.cached)[-1]
+            self.cached.remove(newest)
+            self._evict(newest)
+        return original(self, count, holders, now)
+
+    original = BlockStore.grant
+    patch.setattr(BlockStore, "grant", grant)
+
+
+def evicts_what_it_matched(patch: pytest.MonkeyPatch) -> None:
+    """Matched blocks that are cached count as room for the fresh ones."""
+
+    def plan(self: PoolState, request: TableRequest, packed: bytes) -> Plan:
+        made = original(self, request, packed)
+        made.spare = self.cut_store().available
+        return made
+
+    original = PoolState.plan
+    patch.setattr(PoolState, "plan", plan)
+
+
+def releases_heads_first(patch: pytest.MonkeyPatch) -> None:
+    """Prefixes are eaten from their beginning."""
+
+    def release_table(self: PoolState, table: Table, now: float) -> None:
+        table.frames.reverse()
+        release(self, table, now)
+
+    release = PoolState.release_table
+    patch.setattr(PoolState, "release_table", release_table)
+
+
+def matches_the_last_token(patch: pytest.MonkeyPatch) -> None:
+    """A prompt of whole blocks is found whole, and nothing is left to compute."""
+
+    def match(self: PrefixIndex, packed: bytes, salt: bytes) -> list[int]:
+        return original(self, packed + bytes(4), salt)
+
+    original = PrefixIndex.match
+    patch.setattr(PrefixIndex, "match", match)
+
+
+def gives_away_what_a_lost_worker_can_write(patch: pytest.MonkeyPatch) -> None:
+    """A late lease is ended without waiting for its process."""
+
+    def lose(self: WorkerLeases, lease: Lease, why: str) -> None:
+        original(self, lease, why)
+        for table in list(lease.tables.values()):
+            self._state.release_table(table, 0.0)
+
+    original = WorkerLeases.lose
+    patch.setattr(WorkerLeases, "lose", lose)
+
+
+BUGS = [
+    frees_a_block_twice,
+    frees_a_unit_twice,
+    leaks_a_share,
+    forgets_a_share,
+    evicts_the_newest,
+    evicts_what_it_matched,
+    releases_heads_first,
+    matches_the_last_token,
+    gives_away_what_a_lost_worker_can_write,
+]
+
+
+def test_the_hunt_finds_nothing_in_the_pool_as_it_is() -> None:
+    run_state_machine_as_test(PoolMachine, settings=settings(HUNT, max_examples=20))
+
+
+@pytest.mark.parametrize("plant", BUGS)
+def test_random_command_sequences_find_a_planted_bug(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((InvariantError, AssertionError)):
+        run_state_machine_as_test(PoolMachine, settings=HUNT)
+
+
+@pytest.mark.parametrize("plant", [leaks_a_share, forgets_a_share, frees_a_block_twice])
+def test_check_alone_finds_a_wrong_reference_count(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the model's help, in a sequence that shares a block and releases it on one side."""
+
+    def play() -> None:
+        pool = Pool(7, SIZE, 1 << 30, 8)
+        pool.declare(GEOMETRY)
+        worker = pool.attach("worker", "lock", TIMEOUT, 0.0).lease.lease_id
+        prompt = [1] * (2 * SIZE)
+        first, *_ = pool.step(worker, Step(1, creates=[TableRequest(prompt, 3)]), 0.0).grants
+        pool.step(worker, Step(2, commits=[Commit(first.table_id, prompt)]), 0.0)
+        second, *_ = pool.step(worker, Step(3, creates=[TableRequest([*prompt, 1], 3)]), 0.0).grants
+        assert second.cached_tokens == len(prompt)
+        pool.check()
+        pool.step(worker, Step(4, releases=[second.table_id]), 0.0)
+        pool.check()
+
+    play()
+    plant(monkeypatch)
+    with pytest.raises(InvariantError):
+        play()
