@@ -54,8 +54,7 @@ def watch(client: PoolClient, terminal: Terminal) -> None:
         try:
             for _ in pools:
                 snapshot = read(client)
-                if terminal.is_interactive:
-                    terminal.clear_screen()
+                terminal.new_page()
                 show(snapshot, terminal)
         except KeyboardInterrupt:
             return

@@ -90,7 +90,10 @@ class Daemons:
         self.inferd.require_alive()
 
     def wait_ready(self, report: Callable[[str, float], None]) -> None:
-        """Wait until both serve; `report` is told what is going on, and for how many seconds. Raises PagepoolError if one ends instead."""
+        """Wait until both serve; `report` is told what is going on, and for how many seconds.
+
+        Raises PagepoolError if one of them ends instead.
+        """
         begun = time.monotonic()
         with InferenceClient(self.inferd.target, timeout_s=2.0) as inferd:
             while True:

@@ -24,7 +24,7 @@ QUESTIONS = (
 )
 MAX_TOKENS = 96
 POOL_BYTES = "128MiB"
-SNAPSHOT_AFTER = 12  # pieces of an answer, so that the map shows it being written
+SNAPSHOTS_AFTER = (2, 12)  # pieces of an answer: early, for a short one, and in the middle
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -56,26 +56,23 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _converse(pair: Daemons, terminal: Terminal) -> Snapshot:
-    """Ask the questions one after the other; the pool in the middle of the last answer."""
+    """Ask the questions one after the other; the pool as it was while the last answer was being written."""
     messages: list[dict[str, str]] = []
-    snapshot = None
     with InferenceClient(pair.inferd.target) as inferd, PoolClient(pair.memd.target) as memd:
+        snapshot = read(memd)
         for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
             terminal.line(f"\n{terminal.styled('you', 'bold')}    {question}")
             terminal.write(f"{terminal.styled('model', 'bold', 'green')}  ")
-            pieces: list[str] = []
-            watch = Stopwatch()
+            watch, pieces = Stopwatch(), [""]
             with inferd.generate(messages=messages, temperature=0.0, max_tokens=MAX_TOKENS) as generation:
                 for piece in generation.pieces():
                     terminal.write(piece)
                     pieces.append(piece)
-                    if len(pieces) == SNAPSHOT_AFTER or snapshot is None:
+                    if len(pieces) in SNAPSHOTS_AFTER:
                         snapshot = read(memd)
-                terminal.line()
-                terminal.line(terminal.styled(f"       {watch.usage(generation)}", "dim"))
+                terminal.line(terminal.styled(f"\n       {watch.usage(generation)}", "dim"))
             messages.append({"role": "assistant", "content": "".join(pieces)})
-    assert snapshot is not None
     return snapshot
 
 

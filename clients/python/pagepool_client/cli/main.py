@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from io import TextIOWrapper
 from types import FrameType
 
 from pagepool.errors import PagepoolError
@@ -17,6 +18,9 @@ from pagepool_client.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, Terminal
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script; its exit code: 0, 1 for a failure, 2 for a wrong command line, 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model may say what the locale cannot
     terminal = Terminal()
     args = parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _interrupt)

@@ -34,11 +34,6 @@ class Terminal:
         """Columns of the terminal; 80 where there is none."""
         return shutil.get_terminal_size((80, 24)).columns
 
-    @property
-    def is_interactive(self) -> bool:
-        """Whether standard output is a terminal."""
-        return self._out.isatty()
-
     def styled(self, text: str, *styles: str, to_err: bool = False) -> str:
         """The text in the styles that the stream can show."""
         stream = self._err if to_err else self._out
@@ -90,6 +85,6 @@ class Terminal:
             self._err.flush()
             self._shown = False
 
-    def clear_screen(self) -> None:
-        """Begin at the top again."""
-        self._out.write("\x1b[H\x1b[2J")
+    def new_page(self) -> None:
+        """Begin at the top of a terminal again; elsewhere, leave a line free."""
+        self._out.write("\x1b[H\x1b[2J" if self._out.isatty() else "\n")
