@@ -24,6 +24,7 @@ class Rig:
         self.sent: list[Any] = []
         self.now = 0.0
         self.refusals: list[PagepoolError] = []
+        self.warm_up_errors: list[PagepoolError] = []
         self.closed: list[MemoryPool] = []
         self.warmed_up = 0
         self.on_send: Callable[[Any], None] = lambda message: None
@@ -55,6 +56,8 @@ class Rig:
 
     def _warm_up(self) -> None:
         self.warmed_up += 1
+        if self.warm_up_errors:
+            raise self.warm_up_errors.pop(0)
 
     def submit(self, request: int, prompt: list[int], most: int = 8, **options: Any) -> None:
         options.setdefault("sampling", Sampling(temperature=0))

@@ -106,7 +106,9 @@ class TokenModel:
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
-        self._kv[list(step.slots)] = step.token_ids
+        for slot, token in zip(step.slots, step.token_ids, strict=True):
+            if slot >= 0:
+                self._kv[slot] = token
         rows: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
         first = 0
         for q_len, kv_len, table in zip(step.q_lens, step.kv_lens, step.tables, strict=True):

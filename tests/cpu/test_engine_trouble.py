@@ -107,6 +107,20 @@ def test_a_request_can_be_cancelled_while_there_is_no_pool() -> None:
     assert rig.finished(1).ending is Ending.CANCELLED
 
 
+def test_a_warm_up_that_loses_memd_is_done_again_after_the_next_attach() -> None:
+    rig = Rig()
+    rig.warm_up_errors = [gone()]
+    rig.settle()
+    first = rig.session
+    assert rig.closed == [first]
+    rig.now += 1
+    rig.submit(1, [1], 2)
+    rig.settle()
+    assert rig.phases == ["warming_up", "attaching", "warming_up", "serving"]
+    assert rig.warmed_up == 2
+    assert rig.finished(1)
+
+
 def test_a_refusal_for_good_ends_the_engine() -> None:
     rig = Rig()
     rig.refusals = [PagepoolError(Reason.GEOMETRY_MISMATCH, "another model's pool")]

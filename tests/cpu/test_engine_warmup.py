@@ -1,0 +1,50 @@
+"""The warm-up: what it runs, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from inferd.core.ports import Lost
+from inferd.core.scheduler import Limits
+from inferd.warmup import warm_up
+from pagepool.errors import PagepoolError, Reason
+from tests.cpu.memory_pool import MemoryPool, TokenModel, make_pool
+
+LIMITS = Limits(max_batch_tokens=50, max_num_seqs=4)
+
+
+def session(num_blocks: int) -> tuple[MemoryPool, TokenModel]:
+    pool = make_pool(num_blocks)
+    return MemoryPool(pool, threading.Event()), TokenModel(pool)
+
+
+@pytest.mark.parametrize(("num_blocks", "length"), [(64, 50), (3, 24)])
+def test_it_runs_a_full_prefill_and_the_smallest_and_the_largest_decode(num_blocks: int, length: int) -> None:
+    pool, model = session(num_blocks)
+    warm_up(pool, model, LIMITS)
+    assert [len(step.token_ids) for step in model.steps] == [length, 1, 4]
+    pool.pool.check()
+    usage = pool.pool.usage()
+    assert (usage.held, usage.cached) == (0, 0), "something of the warm-up can be matched"
+
+
+def test_a_pool_with_little_room_makes_it_shorter_and_a_full_one_leaves_it_out() -> None:
+    pool, model = session(4)
+    lease = pool.pool.create_lease("neighbour", 1e6, 0.0).lease_id
+    pool.pool.allocate_blocks(lease, 3, 0.0)
+    warm_up(pool, model, LIMITS)
+    assert [len(step.token_ids) for step in model.steps] == [8, 1, 4]
+    pool.pool.allocate_blocks(lease, 1, 0.0)
+    warm_up(pool, model, LIMITS)
+    assert len(model.steps) == 3
+
+
+def test_a_memd_that_goes_meanwhile_is_reported_as_such() -> None:
+    pool, model = session(8)
+    pool.held = True
+    pool.say(Lost("gone"))
+    with pytest.raises(PagepoolError) as error:
+        warm_up(pool, model, LIMITS)
+    assert error.value.reason is Reason.POOL_LOST
