@@ -1,0 +1,65 @@
+"""Free frames and the queues they wait in."""
+
+from __future__ import annotations
+
+import pytest
+
+from memd.core.allocator import Allocator, FrameQueue, Links
+from memd.core.errors import InvariantError
+
+
+def test_unused_frames_come_first_by_rising_index_then_the_one_returned_longest_ago() -> None:
+    allocator = Allocator(4, Links(4))
+    assert allocator.take(3) == [0, 1, 2]
+    for frame in (1, 0):
+        allocator.give_back(frame)
+    assert list(allocator.free_frames()) == [3, 1, 0]
+    assert allocator.take(3) == [3, 1, 0]
+    assert allocator.num_free == 0
+
+
+def test_a_frame_given_back_twice_is_fatal() -> None:
+    allocator = Allocator(2, Links(2))
+    allocator.take(2)
+    allocator.give_back(1)
+    with pytest.raises(InvariantError, match="frame 1"):
+        allocator.give_back(1)
+
+
+def test_a_frame_never_taken_cannot_be_given_back() -> None:
+    allocator = Allocator(2, Links(2))
+    allocator.take(1)
+    with pytest.raises(InvariantError, match="frame 1 is given back, but was never taken"):
+        allocator.give_back(1)
+
+
+def test_taking_more_than_there_is_is_fatal() -> None:
+    allocator = Allocator(2, Links(2))
+    with pytest.raises(InvariantError, match="empty queue"):
+        allocator.take(3)
+
+
+def test_a_queue_keeps_order_when_frames_leave_from_its_middle() -> None:
+    queue = FrameQueue(Links(5))
+    for frame in (3, 1, 4, 0):
+        queue.append(frame)
+    queue.remove(1)
+    queue.remove(3)
+    assert (list(queue), len(queue)) == ([4, 0], 2)
+    assert [queue.pop(), queue.pop()] == [4, 0]
+    assert (list(queue), len(queue)) == ([], 0)
+
+
+def test_a_frame_is_in_one_queue_at_a_time() -> None:
+    links = Links(3)
+    free, cached = FrameQueue(links), FrameQueue(links)
+    free.append(2)
+    with pytest.raises(InvariantError, match="while it is in one"):
+        cached.append(2)
+    cached.append(free.pop())
+    assert (list(free), list(cached)) == ([], [2])
+
+
+def test_a_frame_in_no_queue_cannot_be_removed() -> None:
+    with pytest.raises(InvariantError, match="while it is in none"):
+        FrameQueue(Links(1)).remove(0)
