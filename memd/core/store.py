@@ -60,6 +60,10 @@ class BlockStore:
         """Blocks that can be granted: free and cached ones."""
         return self.allocator.num_free + len(self.cached)
 
+    def entry(self, frame: int) -> int:
+        """The packed entry of the block in a frame."""
+        return self._entry_base | frame * self._entry_step
+
     def run(self, frames: Sequence[int]) -> BlockRun:
         """The ids and packed entries of the blocks in these frames."""
         ids, base, step = self.blocks.ids, self._entry_base, self._entry_step

@@ -96,13 +96,13 @@ def table_view(state: PoolState, one: Table, now: float, *, with_tokens: bool = 
 
 
 def _block_view(state: PoolState, store: BlockStore, frame: int, now: float) -> BlockView:
-    blocks, run = store.blocks, store.run([frame])
+    blocks = store.blocks
     references = Counter(blocks.holders[frame])
     return BlockView(
-        block_id=run.block_ids[0],
+        block_id=blocks.ids[frame],
         state=block_state(state, store, frame),
         format=store.format,
-        entry=run.entries[0],
+        entry=store.entry(frame),
         sealed=blocks.prefixes[frame] != 0,
         exact=True,  # nothing stores a block lossily yet
         num_tokens=blocks.num_tokens[frame],
