@@ -357,3 +357,19 @@ async def test_async_a_dropped_lease_is_released(memd: ScriptedMemd, target: str
 def test_a_daemon_that_is_not_there_is_named_with_the_way_out(call: Callable[[Any], Any], target: str) -> None:
     with PoolClient(target) as client, pytest.raises(ForeignError, match=r"nothing answers at unix:.*pagepool up"):
         call(client)
+
+
+def test_closing_from_another_thread_ends_the_reading(inferd: ScriptedInferd, target: str) -> None:
+    with InferenceClient(target) as client:
+        generation = client.generate("endless")
+        threading.Timer(0.05, generation.close).start()
+        assert generation.text().startswith("x")
+        assert inferd.cancelled.wait(5)
+
+
+async def test_async_closing_from_another_task_ends_the_reading(inferd: ScriptedInferd, target: str) -> None:
+    async with AsyncInferenceClient(target) as client:
+        generation = client.generate("endless")
+        asyncio.get_running_loop().call_later(0.05, generation.close)
+        assert (await generation.text()).startswith("x")
+        assert await asyncio.to_thread(inferd.cancelled.wait, 5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -41,7 +42,8 @@ class LeaseKeeper:
     def __init__(self, line: Line, clock: Callable[[], float]) -> None:
         self._line, self._clock = line, clock
         self._interval_s = self._timeout_s = 0.0
-        self._sent_at: dict[int, float] = {}
+        # Of heartbeats without an answer yet: appended to by the keeper alone, taken from by the stream's thread alone.
+        self._sent: deque[tuple[int, float]] = deque()
         self._sequence = 0
         self._alive_at = clock()
         self._break: PagepoolError | None = None
@@ -63,9 +65,10 @@ class LeaseKeeper:
 
     def answered(self, sequence: int) -> None:
         """A heartbeat was answered. From the stream's thread."""
-        for number in [number for number in self._sent_at if number < sequence]:
-            del self._sent_at[number]
-        self._alive_at = self._sent_at.pop(sequence, self._alive_at)
+        while self._sent and self._sent[0][0] <= sequence:
+            number, sent_at = self._sent.popleft()
+            if number == sequence:
+                self._alive_at = sent_at
 
     def broken(self, error: PagepoolError | None) -> None:
         """The stream has ended. From the stream's thread."""
@@ -89,7 +92,7 @@ class LeaseKeeper:
         if self._broken:
             return self._mend(left_s)
         self._sequence += 1
-        self._sent_at[self._sequence] = self._clock()
+        self._sent.append((self._sequence, self._clock()))
         self._line.beat(self._sequence)
         return min(self._interval_s, left_s)
 

@@ -45,6 +45,8 @@ class ServerStream(Iterator[T], Generic[T]):
             self._closed = True
             raise
         except grpc.RpcError as error:
+            if self._closed:  # by another thread, while this one was waiting
+                raise StopIteration from None
             self._closed = True
             raise failure(error, self._target) from error
         except BaseException:
@@ -84,7 +86,9 @@ class AsyncServerStream(AsyncIterator[T], Generic[T]):
         except grpc.RpcError as error:
             self._closed = True
             raise failure(error, self._target) from error
-        except BaseException:
+        except asyncio.CancelledError:
+            if self._closed and not _being_cancelled():  # by another task, while this one was waiting
+                raise StopAsyncIteration from None
             self.close()
             raise
         if message is grpc.aio.EOF:
@@ -108,6 +112,11 @@ class AsyncServerStream(AsyncIterator[T], Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _cancel_on(loop: asyncio.AbstractEventLoop, call: Any) -> None:

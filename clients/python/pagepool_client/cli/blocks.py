@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def read(client: PoolClient) -> Snapshot:
     """The pool, its blocks and its tables as they are now."""
-    return Snapshot(client.pool(), list(client.blocks()), list(client.tables()))
+    return Snapshot(client.pool(), list(client.blocks(page_size=10_000)), list(client.tables()))
 
 
 def show(snapshot: Snapshot, terminal: Terminal) -> None:
