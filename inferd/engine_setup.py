@@ -18,9 +18,10 @@ from inferd.channel import EngineChannel
 from inferd.core.messages import EngineState, ModelCard, Setup, Shutdown
 from inferd.core.scheduler import Limits
 from inferd.engine import Engine, failed
+from inferd.model.digest import digest
 from inferd.model.load import ServedModel, load_model
 from inferd.model.runner import ModelRunner
-from inferd.model.source import digest, resolve
+from inferd.model.source import resolve
 from inferd.surroundings import Mailbox, Surroundings
 from inferd.text.export import export_tokenizer
 from inferd.warmup import warm_up
@@ -78,7 +79,7 @@ def assemble(setup: Setup, channel: EngineChannel, mailbox: Mailbox) -> Engine:
     folder = resolve(setup.model, cache, tell)
     tokenizer = export_tokenizer(folder, cache)
     served = load_model(folder, name=setup.model, dtype=setup.dtype, tell=tell)
-    identity = digest(folder)
+    identity = digest(folder, cache)
     channel.send(model_card(served, folder, tokenizer, identity))
     worker = Worker(setup, served, identity, limits, mailbox)
     around = Surroundings(worker.attach, channel.send, mailbox, time.monotonic)
