@@ -67,7 +67,7 @@ def process(memd: Any, geometry: types_pb2.Geometry) -> Iterator[subprocess.Pope
     worker.stdout.close()
 
 
-def ended(worker: Any, reason: Reason) -> PagepoolError:
+def expect_end(worker: Any, reason: Reason) -> PagepoolError:
     """What ended the stream, which must have this reason."""
     error = from_rpc_error(worker.ending())
     assert error.reason is reason, error
@@ -151,7 +151,7 @@ def test_another_geometry_or_other_weights_of_the_same_name_are_refused(
     other.model_digest = b"\2" * 32
     worker = raw_worker("other")
     worker.send(hello=wpb.Hello(lock_file=worker.lock_name, geometry=other))
-    error = ended(worker, Reason.GEOMETRY_MISMATCH)
+    error = expect_end(worker, Reason.GEOMETRY_MISMATCH)
     assert "02" * 32 in error.message
     assert "01" * 32 in error.message
 
@@ -174,7 +174,7 @@ def test_an_impossible_geometry_is_refused_and_the_next_worker_is_not(
     for changes, field in IMPOSSIBLE:
         worker = raw_worker()
         worker.send(hello=wpb.Hello(lock_file=worker.lock_name, geometry=types_pb2.Geometry(**{**fields, **changes})))
-        assert ended(worker, Reason.INVALID_FIELD).field == field
+        assert expect_end(worker, Reason.INVALID_FIELD).field == field
     assert raw_worker().hello(geometry).lease_id
 
 
@@ -183,22 +183,22 @@ def test_a_lock_file_must_be_locked_and_lie_in_memds_folder(
 ) -> None:
     unlocked = raw_worker(lock=False)
     unlocked.send(hello=wpb.Hello(lock_file=unlocked.lock_name, geometry=geometry))
-    assert "flock(LOCK_EX)" in ended(unlocked, Reason.INVALID_FIELD).message
+    assert "flock(LOCK_EX)" in expect_end(unlocked, Reason.INVALID_FIELD).message
     for name in ("", "../memd.sock.lock", "none", "/etc/passwd"):
         worker = raw_worker()
         worker.send(hello=wpb.Hello(lock_file=name, geometry=geometry))
-        assert ended(worker, Reason.INVALID_FIELD).field == "lock_file"
+        assert expect_end(worker, Reason.INVALID_FIELD).field == "lock_file"
     assert memd.usage().total_blocks == 0, "a worker that was refused has cut the pool"
 
 
 def test_the_first_message_must_be_hello_and_no_other_may(raw_worker: Any, geometry: types_pb2.Geometry) -> None:
     silent = raw_worker()
     silent.send(heartbeat=wpb.Heartbeat(sequence=1))
-    ended(silent, Reason.PROTOCOL_VIOLATION)
+    expect_end(silent, Reason.PROTOCOL_VIOLATION)
     twice = raw_worker()
     twice.hello(geometry)
     twice.send(hello=wpb.Hello(lock_file=twice.lock_name, geometry=geometry))
-    ended(twice, Reason.PROTOCOL_VIOLATION)
+    expect_end(twice, Reason.PROTOCOL_VIOLATION)
 
 
 VIOLATIONS = {
@@ -218,7 +218,7 @@ def test_a_step_that_cannot_be_costs_the_lease_and_quarantines_its_blocks(
         worker.hello(geometry)
         worker.create([1], 4)
         worker.send(step=step)
-        ended(worker, Reason.PROTOCOL_VIOLATION)
+        expect_end(worker, Reason.PROTOCOL_VIOLATION)
     assert memd.usage().quarantined_blocks == 4 * len(workers)
     time.sleep(0.3)
     assert memd.usage().quarantined_blocks == 4 * len(workers), "given back while the process may still write"
@@ -296,7 +296,7 @@ def test_a_silent_worker_loses_its_lease_though_its_stream_stands(
     worker = raw_worker()
     worker.hello(geometry)
     started = time.monotonic()
-    assert ended(worker, Reason.LEASE_LOST).metadata["heartbeat_timeout_s"] == "1.0"
+    assert expect_end(worker, Reason.LEASE_LOST).metadata["heartbeat_timeout_s"] == "1.0"
     assert 0.7 < time.monotonic() - started < 5
 
 
@@ -308,8 +308,8 @@ def test_one_workers_end_does_not_touch_anothers_stream(
     table_id = worker.create([], 40).table_id
     process.kill()
     process.wait()
-    for token in range(200):
-        worker.commit(table_id, [token])
+    answers = [worker.commit(table_id, [token]).step_id for token in range(200)]
+    assert answers == list(range(2, 202))
     wait(lambda: memd.usage().held_blocks == 40)
 
 

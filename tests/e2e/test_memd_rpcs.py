@@ -72,7 +72,7 @@ def seconds(value: float) -> Duration:
     return Duration(seconds=int(value), nanos=round(value % 1 * 1e9))
 
 
-def refused(reason: Reason, call: Callable[..., Any], *arguments: Any, **fields: Any) -> PagepoolError:
+def expect_refusal(reason: Reason, call: Callable[..., Any], *arguments: Any, **fields: Any) -> PagepoolError:
     """The error of a call that must fail with this reason."""
     with pytest.raises(grpc.RpcError) as caught:
         call(*arguments, **fields)
@@ -116,26 +116,28 @@ def test_a_freed_unknown_or_foreign_block_is_refused_and_nothing_is_freed(cut: A
     first, second = Client(cut), Client(cut)
     run = first.allocate(2)
     first.free([run.block_ids[1]])
-    assert refused(Reason.BLOCK_NOT_FOUND, first.free, run.block_ids).metadata["block_id"] == str(run.block_ids[1])
-    refused(Reason.BLOCK_NOT_FOUND, first.block, 10**9)
-    refused(Reason.BLOCK_NOT_FOUND, second.share, [10**9])
-    refused(Reason.BLOCK_NOT_HELD, second.free, [run.block_ids[0]])
-    refused(Reason.BLOCK_NOT_HELD, first.free, [run.block_ids[0]] * 2)
-    refused(Reason.BLOCK_NOT_SEALED, second.share, [run.block_ids[0]])
+    assert expect_refusal(Reason.BLOCK_NOT_FOUND, first.free, run.block_ids).metadata["block_id"] == str(
+        run.block_ids[1]
+    )
+    expect_refusal(Reason.BLOCK_NOT_FOUND, first.block, 10**9)
+    expect_refusal(Reason.BLOCK_NOT_FOUND, second.share, [10**9])
+    expect_refusal(Reason.BLOCK_NOT_HELD, second.free, [run.block_ids[0]])
+    expect_refusal(Reason.BLOCK_NOT_HELD, first.free, [run.block_ids[0]] * 2)
+    expect_refusal(Reason.BLOCK_NOT_SEALED, second.share, [run.block_ids[0]])
     assert first.block(run.block_ids[0]).ref_count == 1
 
 
 def test_a_full_pool_answers_with_a_time_to_retry_and_takes_nothing(cut: Any) -> None:
     client = Client(cut)
     client.allocate(NUM_BLOCKS - 1)
-    error = refused(Reason.POOL_EXHAUSTED, client.allocate, 2)
+    error = expect_refusal(Reason.POOL_EXHAUSTED, client.allocate, 2)
     assert error.retry_after_s
     assert error.retry_after_s > 0
     assert cut.usage().free_blocks + cut.usage().cached_blocks == 1
-    refused(Reason.POOL_EXHAUSTED, client.create, 2)
-    assert refused(Reason.REQUEST_TOO_LARGE, client.allocate, NUM_BLOCKS + 1).field == "num_blocks"
-    assert refused(Reason.INVALID_FIELD, client.allocate, 0).field == "num_blocks"
-    assert "further calls" in refused(Reason.INVALID_FIELD, client.allocate, 300_000).message
+    expect_refusal(Reason.POOL_EXHAUSTED, client.create, 2)
+    assert expect_refusal(Reason.REQUEST_TOO_LARGE, client.allocate, NUM_BLOCKS + 1).field == "num_blocks"
+    assert expect_refusal(Reason.INVALID_FIELD, client.allocate, 0).field == "num_blocks"
+    assert "further calls" in expect_refusal(Reason.INVALID_FIELD, client.allocate, 300_000).message
 
 
 def test_tables_match_the_prefix_that_a_worker_has_committed(cut: Any) -> None:
@@ -155,11 +157,13 @@ def test_tables_match_the_prefix_that_a_worker_has_committed(cut: Any) -> None:
     assert list(found.block_ids) == [*table.block_ids, *extended.block_ids]
     assert list(found.token_ids) == tokens[:32]
     client.stub.ReleaseBlockTable(pb.ReleaseBlockTableRequest(**own))
-    refused(Reason.TABLE_NOT_FOUND, client.stub.ReleaseBlockTable, pb.ReleaseBlockTableRequest(**own))
-    refused(Reason.TABLE_NOT_FOUND, client.stub.GetBlockTable, pb.GetBlockTableRequest(table_id=table.table_id))
+    expect_refusal(Reason.TABLE_NOT_FOUND, client.stub.ReleaseBlockTable, pb.ReleaseBlockTableRequest(**own))
+    expect_refusal(Reason.TABLE_NOT_FOUND, client.stub.GetBlockTable, pb.GetBlockTableRequest(table_id=table.table_id))
     foreign = {**client.own, "table_id": grant.table_id}
-    refused(Reason.TABLE_NOT_HELD, client.stub.ReleaseBlockTable, pb.ReleaseBlockTableRequest(**foreign))
-    refused(Reason.TABLE_NOT_HELD, client.stub.ExtendBlockTable, pb.ExtendBlockTableRequest(**foreign, num_blocks=1))
+    expect_refusal(Reason.TABLE_NOT_HELD, client.stub.ReleaseBlockTable, pb.ReleaseBlockTableRequest(**foreign))
+    expect_refusal(
+        Reason.TABLE_NOT_HELD, client.stub.ExtendBlockTable, pb.ExtendBlockTableRequest(**foreign, num_blocks=1)
+    )
 
 
 def test_an_old_epoch_is_refused_by_name_everywhere(cut: Any) -> None:
@@ -177,7 +181,7 @@ def test_an_old_epoch_is_refused_by_name_everywhere(cut: Any) -> None:
         (stub.ExtendBlockTable, pb.ExtendBlockTableRequest(epoch=old, lease_id=1, table_id=1, num_blocks=1)),
         (stub.ReleaseBlockTable, pb.ReleaseBlockTableRequest(epoch=old, lease_id=1, table_id=1)),
     ]:
-        error = refused(Reason.EPOCH_MISMATCH, call, request)
+        error = expect_refusal(Reason.EPOCH_MISMATCH, call, request)
         assert error.metadata["epoch"] == str(client.epoch)
 
 
@@ -189,8 +193,8 @@ def test_a_lease_that_is_not_renewed_ends_and_frees_its_blocks(cut: Any, wait: C
     assert renewed.expire_time.ToNanoseconds() > client.lease.expire_time.ToNanoseconds()
     assert cut.usage().held_blocks == 5
     wait(lambda: cut.usage().held_blocks == 0)
-    refused(Reason.LEASE_NOT_FOUND, client.allocate, 1)
-    refused(Reason.LEASE_NOT_FOUND, client.stub.RenewLease, pb.RenewLeaseRequest(**client.own))
+    expect_refusal(Reason.LEASE_NOT_FOUND, client.allocate, 1)
+    expect_refusal(Reason.LEASE_NOT_FOUND, client.stub.RenewLease, pb.RenewLeaseRequest(**client.own))
 
 
 def test_a_released_lease_frees_its_blocks_and_may_be_released_again(cut: Any) -> None:
@@ -205,18 +209,18 @@ def test_a_workers_lease_is_not_for_clients(cut: Any) -> None:
     client = Client(cut)
     table_id = cut.worker.create([1], 1).table_id
     workers = cut.pool().GetBlockTable(pb.GetBlockTableRequest(table_id=table_id)).block_table.lease_id
-    refused(Reason.LEASE_IS_WORKERS, client.allocate, 1, lease_id=workers)
+    expect_refusal(Reason.LEASE_IS_WORKERS, client.allocate, 1, lease_id=workers)
     for call, request in [
         (client.stub.RenewLease, pb.RenewLeaseRequest),
         (client.stub.ReleaseLease, pb.ReleaseLeaseRequest),
     ]:
-        refused(Reason.LEASE_IS_WORKERS, call, request(epoch=client.epoch, lease_id=workers))
+        expect_refusal(Reason.LEASE_IS_WORKERS, call, request(epoch=client.epoch, lease_id=workers))
 
 
 def test_blocks_need_a_geometry_first(fresh: Any) -> None:
     fresh.clients = []
-    refused(Reason.POOL_WITHOUT_GEOMETRY, Client(fresh).allocate, 1)
-    refused(Reason.POOL_WITHOUT_GEOMETRY, Client(fresh).create, 1)
+    expect_refusal(Reason.POOL_WITHOUT_GEOMETRY, Client(fresh).allocate, 1)
+    expect_refusal(Reason.POOL_WITHOUT_GEOMETRY, Client(fresh).create, 1)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +229,7 @@ def test_blocks_need_a_geometry_first(fresh: Any) -> None:
 )
 def test_leases_check_their_fields(memd: Any, fields: dict[str, Any], field: str) -> None:
     request = pb.CreateLeaseRequest(**({"ttl": seconds(1)} | fields if "holder" in fields else fields))
-    assert refused(Reason.INVALID_FIELD, memd.pool().CreateLease, request).field == field
+    assert expect_refusal(Reason.INVALID_FIELD, memd.pool().CreateLease, request).field == field
 
 
 def test_a_repeated_request_id_returns_the_first_answer(cut: Any) -> None:
@@ -233,17 +237,17 @@ def test_a_repeated_request_id_returns_the_first_answer(cut: Any) -> None:
     first = client.allocate(2, request_id="a")
     assert client.allocate(2, request_id="a") == first
     assert cut.usage().held_blocks == 2
-    refused(Reason.REQUEST_ID_REUSED, client.allocate, 3, request_id="a")
+    expect_refusal(Reason.REQUEST_ID_REUSED, client.allocate, 3, request_id="a")
     client.free(first.block_ids, request_id="b")
     client.free(first.block_ids, request_id="b")
-    refused(Reason.REQUEST_ID_REUSED, client.free, first.block_ids, request_id="a")
-    assert refused(Reason.INVALID_FIELD, client.allocate, 1, request_id="x" * 129).field == "request_id"
+    expect_refusal(Reason.REQUEST_ID_REUSED, client.free, first.block_ids, request_id="a")
+    assert expect_refusal(Reason.INVALID_FIELD, client.allocate, 1, request_id="x" * 129).field == "request_id"
 
 
 def test_a_refused_request_is_not_remembered(cut: Any) -> None:
     client = Client(cut)
     run = client.allocate(NUM_BLOCKS)
-    refused(Reason.POOL_EXHAUSTED, client.allocate, 1, request_id="again")
+    expect_refusal(Reason.POOL_EXHAUSTED, client.allocate, 1, request_id="again")
     client.free(run.block_ids)
     assert len(client.allocate(1, request_id="again").block_ids) == 1
 
@@ -272,14 +276,16 @@ def test_wrong_pages_are_refused(cut: Any) -> None:
     client.allocate(3)
     blocks, tables = client.stub.ListBlocks, client.stub.ListBlockTables
     token = blocks(pb.ListBlocksRequest(page_size=1)).next_page_token
-    assert refused(Reason.INVALID_FIELD, blocks, pb.ListBlocksRequest(page_size=-1)).field == "page_size"
-    assert refused(Reason.INVALID_FIELD, tables, pb.ListBlockTablesRequest(page_size=-1)).field == "page_size"
+    assert expect_refusal(Reason.INVALID_FIELD, blocks, pb.ListBlocksRequest(page_size=-1)).field == "page_size"
+    assert expect_refusal(Reason.INVALID_FIELD, tables, pb.ListBlockTablesRequest(page_size=-1)).field == "page_size"
     for bad in ("x", "ä", "AAAA", token[:-2], token[:-1] + "!", "A" + token[1:]):
-        assert refused(Reason.INVALID_FIELD, blocks, pb.ListBlocksRequest(page_token=bad)).field == "page_token"
-    assert refused(Reason.INVALID_FIELD, tables, pb.ListBlockTablesRequest(page_token=token)).field == "page_token"
+        assert expect_refusal(Reason.INVALID_FIELD, blocks, pb.ListBlocksRequest(page_token=bad)).field == "page_token"
+    assert (
+        expect_refusal(Reason.INVALID_FIELD, tables, pb.ListBlockTablesRequest(page_token=token)).field == "page_token"
+    )
     other = pb.ListBlocksRequest(page_token=token, state=types_pb2.BLOCK_STATE_HELD)
-    assert refused(Reason.INVALID_FIELD, blocks, other).field == "page_token"
-    assert refused(Reason.INVALID_FIELD, blocks, pb.ListBlocksRequest(state=77)).field == "state"
+    assert expect_refusal(Reason.INVALID_FIELD, blocks, other).field == "page_token"
+    assert expect_refusal(Reason.INVALID_FIELD, blocks, pb.ListBlocksRequest(state=77)).field == "state"
 
 
 def test_watch_pool_sends_the_state_and_then_each_change(cut: Any) -> None:
@@ -292,7 +298,7 @@ def test_watch_pool_sends_the_state_and_then_each_change(cut: Any) -> None:
     watch.cancel()
     for wrong in (Duration(seconds=-1), Duration(seconds=3601)):
         stream = client.stub.WatchPool(pb.WatchPoolRequest(min_interval=wrong))
-        assert refused(Reason.INVALID_FIELD, next, stream).field == "min_interval"
+        assert expect_refusal(Reason.INVALID_FIELD, next, stream).field == "min_interval"
 
 
 def test_a_slow_watcher_gets_the_newest_state_and_not_a_backlog(cut: Any) -> None:
@@ -312,12 +318,12 @@ def test_a_slow_watcher_gets_the_newest_state_and_not_a_backlog(cut: Any) -> Non
 def test_bytes_that_do_not_parse_are_named_as_such(memd: Any, data: bytes) -> None:
     channel = memd.channel()
     service = "/pagepool.memd.v1.PoolService/"
-    error = refused(Reason.MALFORMED_REQUEST, channel.unary_unary(service + "CreateLease"), data)
+    error = expect_refusal(Reason.MALFORMED_REQUEST, channel.unary_unary(service + "CreateLease"), data)
     assert "pagepool.memd.v1.CreateLeaseRequest" in error.message
     stream = channel.unary_stream(service + "WatchPool")
-    refused(Reason.MALFORMED_REQUEST, next, stream(b"\xff\xff\xff"))
+    expect_refusal(Reason.MALFORMED_REQUEST, next, stream(b"\xff\xff\xff"))
     attach = channel.stream_stream("/pagepool.memd.v1.WorkerService/Attach")
-    refused(Reason.MALFORMED_REQUEST, next, attach(iter([b"\xff\xff\xff"])))
+    expect_refusal(Reason.MALFORMED_REQUEST, next, attach(iter([b"\xff\xff\xff"])))
     assert memd.pool().GetPool(pb.GetPoolRequest()).pool.epoch
 
 
@@ -334,7 +340,7 @@ def test_a_request_over_the_message_limit_is_refused_and_memd_goes_on(cut: Any) 
 
 def test_an_error_with_a_very_long_value_still_arrives(memd: Any) -> None:
     request = pb.ListBlocksRequest(page_token="ä" * 100_000)
-    error = refused(Reason.INVALID_FIELD, memd.pool().ListBlocks, request)
+    error = expect_refusal(Reason.INVALID_FIELD, memd.pool().ListBlocks, request)
     assert error.field == "page_token"
 
 
@@ -360,9 +366,9 @@ def test_tcp_only_looks(cut: Any) -> None:
         lambda: tcp.ExtendBlockTable(pb.ExtendBlockTableRequest(**own, table_id=1, num_blocks=1)),
         lambda: tcp.ReleaseBlockTable(pb.ReleaseBlockTableRequest(**own, table_id=1)),
     ):
-        refused(Reason.READ_ONLY_LISTENER, call)
+        expect_refusal(Reason.READ_ONLY_LISTENER, call)
     attach = cut.channel(cut.tcp).stream_stream("/pagepool.memd.v1.WorkerService/Attach")
-    refused(Reason.READ_ONLY_LISTENER, next, attach(iter([b""])))
+    expect_refusal(Reason.READ_ONLY_LISTENER, next, attach(iter([b""])))
 
 
 def test_many_callers_at_once_never_get_the_same_block(cut: Any) -> None:
