@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from inferd.model import merge, proof
 from inferd.model.attention import ATTENTION_NAME
@@ -64,8 +65,24 @@ def load_model(
     check_config(name, config)
     chosen = choose_dtype(dtype, getattr(config, "dtype", None))
     tell(f"loading {name} as {str(chosen).removeprefix('torch.')}")
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=chosen, local_files_only=True)
-    return prepare(name, model, merged=merged)
+    return prepare(name, _weights(name, folder, config, chosen), merged=merged)
+
+
+def _weights(name: str, folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Read the weights; a weight that the files lack would be a random one, so it is refused."""
+    way_out = "fetch or convert the model again"
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise refuse(name, f"transformers cannot load its weights: {reason}", way_out) from error
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise refuse(name, f"its weight files lack {len(missing)} weights, the first being {missing[0]}", way_out)
+    served: PreTrainedModel = model
+    return served
 
 
 def prepare(name: str, model: PreTrainedModel, *, merged: bool = True) -> ServedModel:
