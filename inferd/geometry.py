@@ -7,8 +7,9 @@ from pathlib import Path
 
 from google.protobuf import json_format
 
+from inferd.model.digest import digest
 from inferd.model.load import load_model
-from inferd.model.source import digest, resolve
+from inferd.model.source import resolve
 from pagekernels.layout import MIN_BLOCK_SIZE
 from pagepool_client.wire import geometry_message
 
@@ -18,7 +19,7 @@ def geometry_json(model: str, dtype: str, cache: Path) -> str:
     folder = resolve(model, cache, _tell)
     served = load_model(folder, name=model, dtype=dtype, tell=_tell)
     # The geometry says nothing of the block size: that is memd's.
-    message = geometry_message(served.layout(MIN_BLOCK_SIZE), digest(folder), model)
+    message = geometry_message(served.layout(MIN_BLOCK_SIZE), digest(folder, cache), model)
     return str(json_format.MessageToJson(message))
 
 
