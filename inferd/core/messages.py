@@ -42,7 +42,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
-    """What the front must know of the model; sent once by an engine, before it loads the weights.
+    """What the front must know of the model; sent once by an engine, when it has loaded it.
 
     folder holds the config as transformers reads it. tokenizer is a folder with the tokenizer.json,
     tokenizer_config.json and, if the model has one, chat_template.jinja that transformers itself wrote, so that the
