@@ -17,6 +17,7 @@ from memd.requests import RequestMemory
 from memd.sessions import Sessions, draining_error
 from pagepool.errors import PagepoolError, Reason, invalid_field
 from pagepool.memd.v1 import pool_service_pb2 as pb
+from pagepool.memd.v1 import types_pb2
 
 MAX_CALL_BLOCKS = 250_000
 """Blocks of one call whose answer stays under a client's default limit of 4 MiB."""
@@ -24,6 +25,7 @@ MAX_CALL_BLOCKS = 250_000
 _MAX_INTERVAL_S = 3600.0
 _DEFAULT_INTERVAL_S = 0.1
 _POLL_S = (0.01, 0.1)
+_AT_ONCE = 200
 
 Answer = TypeVar("Answer", bound=Message)
 
@@ -59,7 +61,11 @@ class PoolService:
         after = paging.decode(request.page_token, b"B", request.state, self._pool.require_epoch)
         views = self._pool.blocks_after(after, size + 1, state, self._life.clock())
         page = paging.Page(b"B", request.state, self._pool.epoch, size)
-        blocks, token = page.cut([messages.block_message(view) for view in views], "block_id")
+        encoded: list[types_pb2.Block] = []
+        for start in range(0, len(views), _AT_ONCE):
+            encoded += map(messages.block_message, views[start : start + _AT_ONCE])
+            await asyncio.sleep(0)  # a large page must not keep workers waiting
+        blocks, token = page.cut(encoded, "block_id")
         return pb.ListBlocksResponse(blocks=blocks, next_page_token=token, epoch=self._pool.epoch)
 
     async def get_block(self, request: pb.GetBlockRequest, _context: Any) -> pb.GetBlockResponse:

@@ -113,7 +113,8 @@ class WorkerService:
                     self.pool.detach(lease_id, self.clock())
                     self.sessions.publish()
                     session.tell(pb.AttachResponse(detach_ack=pb.DetachAck()))
-                    return await session.flush()
+                    await session.flush()
+                    return
                 case _:
                     raise _violation("after Hello only Heartbeat, Step and Detach may come, one in each message")
             await session.room()

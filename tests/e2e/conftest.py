@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +133,7 @@ def memds(private_dir: Path, slab_dir: Path) -> Iterator[Callable[..., Memd]]:
     """A way to start memds, all of which end with the context."""
     running: list[Memd] = []
 
-    def start(*flags: str, directory: Path = private_dir) -> Memd:
+    def start(*flags: str, directory: Path = private_dir, environ: Mapping[str, str] | None = None) -> Memd:
         listen = ["--listen", f"unix:{directory / 'memd.sock'}", "--listen", "tcp:127.0.0.1:0"]
         command = [sys.executable, "-m", "memd", *listen, "--slab-dir", str(slab_dir), "--log-format", "json"]
         if "--pool-bytes" not in flags:
@@ -141,7 +141,11 @@ def memds(private_dir: Path, slab_dir: Path) -> Iterator[Callable[..., Memd]]:
         log = (directory / "memd.log").open("a")
         with log:
             process = subprocess.Popen(
-                [*command, *flags], stdout=subprocess.PIPE, stderr=log, text=True, env=clean_environ()
+                [*command, *flags],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**clean_environ(), **(environ or {})},
             )
         line = process.stdout.readline() if process.stdout else ""
         memd = Memd(process, directory, slab_dir, line.removeprefix("memd is ready: ").split())
