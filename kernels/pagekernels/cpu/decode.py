@@ -13,7 +13,7 @@ import numpy as np
 from pagekernels.cpu.blocks import LANES, Entries, Floats, Halves, block_rows, padded
 from pagekernels.cpu.floats import LOWEST, capped, exp
 from pagekernels.cpu.jit import exact
-from pagekernels.cpu.simd import load, muladd, splat, store, sums4
+from pagekernels.cpu.simd import load, muladd, splat, spread, store, sums4
 
 WIDE = 64
 """Output elements held in registers at a time."""
@@ -59,13 +59,13 @@ def add_rows(weights: Floats, values: Floats, base: int, stride: int, count: int
     while d + WIDE <= stride:
         total = load(partial, at + d, WIDE)
         for j in range(count):
-            total = muladd(splat(weights[j], WIDE), load(values, base + j * stride + d, WIDE), total)
+            total = muladd(spread(weights, j, WIDE), load(values, base + j * stride + d, WIDE), total)
         store(partial, at + d, total)
         d += WIDE
     while d < stride:
         rest = load(partial, at + d, LANES)
         for j in range(count):
-            rest = muladd(splat(weights[j], LANES), load(values, base + j * stride + d, LANES), rest)
+            rest = muladd(spread(weights, j, LANES), load(values, base + j * stride + d, LANES), rest)
         store(partial, at + d, rest)
         d += LANES
 

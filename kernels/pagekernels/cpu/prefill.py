@@ -16,7 +16,7 @@ import numpy as np
 from pagekernels.cpu.blocks import LANES, Entries, Floats, Halves, block_rows, padded
 from pagekernels.cpu.floats import LOWEST, capped, exp
 from pagekernels.cpu.jit import exact
-from pagekernels.cpu.simd import load, maximum, muladd, splat, store
+from pagekernels.cpu.simd import load, maximum, muladd, splat, spread, store
 
 M, TOTAL, RESCALE, SINK = range(4)
 """The lines of a panel's state [4, LANES]: running maximum, running sum, factor of the last step, sink (-inf: none)."""
@@ -31,17 +31,20 @@ Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 def multiply_add(
     a: Floats, base: int, step_m: int, step_k: int, b: Floats, b0: int, terms: int, c: Floats, c0: int, count: int
 ) -> None:
-    """c[m] += sum_k a[base + m * step_m + k * step_k] * b[k], lines of LANES; m < count, a multiple of 4; k < terms."""
+    """c[m] += sum_k a[base + m * step_m + k * step_k] * b[k], lines of LANES; m < count, a multiple of 4; k < terms.
+
+    b and c start at elements b0 and c0.
+    """
     for m in range(0, count, 4):
         to, at = c0 + m * LANES, base + m * step_m
         t0, t1 = load(c, to, LANES), load(c, to + LANES, LANES)
         t2, t3 = load(c, to + 2 * LANES, LANES), load(c, to + 3 * LANES, LANES)
         for k in range(terms):
             x, i = load(b, b0 + k * LANES, LANES), at + k * step_k
-            t0 = muladd(splat(a[i], LANES), x, t0)
-            t1 = muladd(splat(a[i + step_m], LANES), x, t1)
-            t2 = muladd(splat(a[i + 2 * step_m], LANES), x, t2)
-            t3 = muladd(splat(a[i + 3 * step_m], LANES), x, t3)
+            t0 = muladd(spread(a, i, LANES), x, t0)
+            t1 = muladd(spread(a, i + step_m, LANES), x, t1)
+            t2 = muladd(spread(a, i + 2 * step_m, LANES), x, t2)
+            t3 = muladd(spread(a, i + 3 * step_m, LANES), x, t3)
         store(c, to, t0)
         store(c, to + LANES, t1)
         store(c, to + 2 * LANES, t2)
@@ -94,14 +97,32 @@ def weigh(s: Floats, first: int, last: int, state: Floats, o: Floats) -> None:
 
 
 @exact
+def clear(c: Floats, first: int, last: int) -> None:
+    """c[first:last] = 0, in lines of LANES."""
+    for line in range(first, last):
+        store(c, line * LANES, splat(np.float32(0.0), LANES))
+
+
+@exact
 def finish(state: Floats, o: Floats) -> None:
     """Divide o [Dv, LANES] by the softmax's denominator, the sink's share included."""
     for r in range(LANES):
         top = max(state[M, r], state[SINK, r])
-        rescale = exp(state[M, r] - top)
-        weight = state[TOTAL, r] * rescale + exp(state[SINK, r] - top)
-        for d in range(len(o)):
-            o[d, r] = o[d, r] * rescale / weight
+        state[RESCALE, r] = exp(state[M, r] - top)
+        state[TOTAL, r] = state[TOTAL, r] * state[RESCALE, r] + exp(state[SINK, r] - top)
+    rescale, total = load(state, RESCALE * LANES, LANES), load(state, TOTAL * LANES, LANES)
+    for d in range(len(o)):
+        store(o, d * LANES, load(o, d * LANES, LANES) * rescale / total)
+
+
+@exact
+def seen_bounds(seen: Ints) -> Ints:
+    """[panels, 4]: the least and greatest SEEN_FROM, the least and greatest SEEN_TO of each panel's rows."""
+    bounds = np.empty((len(seen), 4), np.int64)
+    for p in range(len(seen)):
+        bounds[p, 0], bounds[p, 1] = seen[p, SEEN_FROM].min(), seen[p, SEEN_FROM].max()
+        bounds[p, 2], bounds[p, 3] = seen[p, SEEN_TO].min(), seen[p, SEEN_TO].max()
+    return bounds
 
 
 @exact
@@ -123,21 +144,22 @@ def prefill_tile(
     unit_bytes, element, size, dim, dim_v = place
     stride, stride_v = padded(dim), padded(dim_v)
     key_scratch, value_scratch = np.empty(size * stride, np.float32), np.empty(size * stride_v, np.float32)
-    s = np.empty(size * LANES, np.float32)
+    s, bounds = np.empty(size * LANES, np.float32), seen_bounds(seen)
     state[:, M], state[:, TOTAL], o[:] = LOWEST, np.float32(0.0), np.float32(0.0)
-    for b in range(seen[:, SEEN_FROM].min() // size, (seen[:, SEEN_TO].max() + size - 1) // size):
+    first_block, last_block = bounds[:, 0].min() // size, (bounds[:, 3].max() + size - 1) // size
+    for b in range(first_block, last_block):
         start = b * size
         keys, k0 = block_rows(words, halves, table[b], unit_bytes, element, size, dim, key_scratch)
         values, v0 = block_rows(words, halves, table[b], unit_bytes, element + size * dim, size, dim_v, value_scratch)
         for p in range(len(qt)):
-            low, high = max(seen[p, SEEN_FROM].min() - start, 0), min(seen[p, SEEN_TO].max() - start, size)
+            low, high = max(bounds[p, 0] - start, 0), min(bounds[p, 3] - start, size)
             if low < high:
                 first, last = low // 4 * 4, (high + 3) // 4 * 4
-                s[first * LANES : last * LANES] = np.float32(0.0)
+                clear(s, first, last)
                 multiply_add(keys, k0 + first * stride, stride, 1, qt[p], 0, dim, s, first * LANES, last - first)
                 if softcap > np.float32(0.0):
                     cap(s, last * LANES, softcap)
-                if start + low < seen[p, SEEN_FROM].max() or start + high > seen[p, SEEN_TO].min():
+                if start + low < bounds[p, 1] or start + high > bounds[p, 2]:
                     hide(s, start, high, seen[p])
                 weigh(s, low, high, state[p], o[p])
                 at, weights = v0 + low * stride_v, low * LANES

@@ -6,7 +6,7 @@ elements from the array's first one (C order), unchecked: who calls has checked.
     load(a, i, W)    a[i : i + W]                 splat(x, W)             x in every lane
     store(a, i, v)   a[i : i + W] = v             muladd(x, y, z)         x * y + z, fused where the machine can
     maximum(x, y)    x where x > y, else y        sums4(a, b, c, d)       (sum of a, of b, of c, of d), lanes in any order
-    + - *
+    spread(a, i, W)  a[i] in every lane           + - * /
 """
 
 from __future__ import annotations
@@ -55,13 +55,19 @@ def _add_operator(function: Callable[..., Any], instruction: str) -> None:
         return getattr(builder, instruction)(*args)
 
 
-for _function, _instruction in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul")):
+for _function, _instruction in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")):
     _add_operator(_function, _instruction)
 
 
 def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any, width: int) -> Any:
     data = cgutils.create_struct_proxy(array_type)(context, builder, array).data
     return builder.bitcast(builder.gep(data, [index]), ir.VectorType(ir.FloatType(), width).as_pointer())
+
+
+def _splat(builder: Any, value: Any, vector: Any) -> Any:
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(ir.IntType(32), 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None))
 
 
 @intrinsic(prefer_literal=True)
@@ -93,12 +99,22 @@ def splat(_typing: Any, value: Any, width: Any) -> Any:
     vector = ir.VectorType(ir.FloatType(), lanes)
 
     def codegen(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        undefined = ir.Constant(vector, ir.Undefined)
-        first = builder.insert_element(undefined, args[0], ir.Constant(ir.IntType(32), 0))
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), None)
-        return builder.shuffle_vector(first, undefined, zeros)
+        return _splat(builder, args[0], vector)
 
     return Vector(lanes)(types.float32, width), codegen
+
+
+@intrinsic(prefer_literal=True)
+def spread(_typing: Any, array: Any, index: Any, width: Any) -> Any:
+    """splat(array[index], width), without numba's look at the index's sign."""
+    lanes = width.literal_value
+    vector = ir.VectorType(ir.FloatType(), lanes)
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        data = cgutils.create_struct_proxy(sig.args[0])(context, builder, args[0]).data
+        return _splat(builder, builder.load(builder.gep(data, [args[1]])), vector)
+
+    return Vector(lanes)(array, types.int64, width), codegen
 
 
 @intrinsic
