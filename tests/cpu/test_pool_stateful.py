@@ -694,6 +694,13 @@ class PoolMachine(RuleBasedStateMachine):
         commit = Commit(table_id, tokens[table.cached : len(table.blocks) * SIZE])
         self.send(lease, Step(self.next_step(lease), [commit], [] if keep else [table_id]))
 
+    @rule(counts=st.lists(st.integers(1, 3), min_size=1, max_size=2), data=st.data())
+    def worker_extends(self, counts: list[int], data: st.DataObject) -> None:
+        lease = self.worker(data)
+        if own := self.own_tables(lease):
+            extends = [ExtendRequest(data.draw(st.sampled_from(own)), count, ref) for ref, count in enumerate(counts)]
+            self.send(lease, Step(self.next_step(lease), extends=extends))
+
     @rule(data=st.data())
     def worker_commits(self, data: st.DataObject) -> None:
         lease = self.worker(data)
@@ -703,7 +710,7 @@ class PoolMachine(RuleBasedStateMachine):
     def worker_works(self, requested: list[TableRequest], extends: list[int], data: st.DataObject) -> None:
         lease = self.worker(data)
         commits = self.some_commits(data, lease)
-        releases = [one for one in self.own_tables(lease) if not data.draw(st.integers(0, 2))]
+        releases = [one for one in self.own_tables(lease) if data.draw(st.integers(0, 2)) == 2]
         left = [one for one in self.own_tables(lease) if one not in releases]
         creates = [dataclasses.replace(request, ref=ref) for ref, request in enumerate(requested)]
         more = [
@@ -829,7 +836,9 @@ SUITE = settings(
     report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-HUNT = settings(SUITE, max_examples=150, phases=[Phase.generate], derandomize=True, print_blob=False)
+HUNT = settings(
+    SUITE, max_examples=1000, stateful_step_count=40, phases=[Phase.generate], derandomize=True, print_blob=False
+)
 
 
 def test_500_random_command_sequences_keep_the_invariant_and_agree_with_the_model() -> None:
