@@ -118,7 +118,7 @@ class Sessions:
             return
         del self._by_lease[session.lease_id]
         self._pool.stream_broken(session.lease_id)
-        self._drop_lock(session.lock_file)
+        self.drop_lock(session.lock_file)
         if not self._by_lease:
             self._nobody.set()
 
@@ -139,7 +139,7 @@ class Sessions:
             if self._locks.is_free(lock_file):
                 _log.info("worker's process is gone, its blocks return", lease_id=lease_id, lock_file=lock_file)
                 self._pool.process_gone(lease_id, now)
-                self._drop_lock(lock_file)
+                self.drop_lock(lock_file)
         self.publish()
 
     async def keep_time(self, interval_s: float) -> None:
@@ -160,7 +160,8 @@ class Sessions:
             session.end(draining_error())
         await _within(1.0, self._nobody.wait())
 
-    def _drop_lock(self, lock_file: str) -> None:
+    def drop_lock(self, lock_file: str) -> None:
+        """Ends the watch over a lease file that no lease needs any more."""
         used = {session.lock_file for session in self._by_lease.values()}
         used.update(name for _, name in self._pool.waiting_for_process())
         if lock_file not in used:

@@ -10,6 +10,7 @@ import structlog
 
 from memd import messages
 from memd.core.pool import Pool
+from memd.core.values import Attached
 from memd.service import read_only_error
 from memd.sessions import Locks, Session, Sessions, draining_error
 from pagepool.errors import PagepoolError, Reason
@@ -71,13 +72,20 @@ class WorkerService:
         hello: pb.Hello = request.hello
         geometry = messages.geometry_from(hello.geometry)
         self.locks.hold(hello.lock_file)
-        self.pool.declare(geometry)
-        reclaim = (hello.reclaim_epoch, hello.reclaim_lease_id) if hello.reclaim_lease_id else None
-        timeout_s = self.terms.heartbeat_timeout_s
-        attached = self.pool.attach(hello.worker_name, hello.lock_file, timeout_s, self.clock(), reclaim)
+        try:
+            self.pool.declare(geometry)
+            attached = self._attached(hello)
+        except PagepoolError:
+            self.sessions.drop_lock(hello.lock_file)
+            raise
         session = Session(stream, attached.lease)
         self.sessions.open(session)
         return session, self._welcome(attached.lease.lease_id, reclaimed=attached.reclaimed)
+
+    def _attached(self, hello: pb.Hello) -> Attached:
+        reclaim = (hello.reclaim_epoch, hello.reclaim_lease_id) if hello.reclaim_lease_id else None
+        timeout_s = self.terms.heartbeat_timeout_s
+        return self.pool.attach(hello.worker_name, hello.lock_file, timeout_s, self.clock(), reclaim)
 
     def _welcome(self, lease_id: int, *, reclaimed: bool) -> pb.AttachResponse:
         timeout_s = self.terms.heartbeat_timeout_s

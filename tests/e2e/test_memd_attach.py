@@ -152,6 +152,8 @@ def test_another_geometry_or_other_weights_of_the_same_name_are_refused(
     worker = raw_worker("other")
     worker.send(hello=wpb.Hello(lock_file=worker.lock_name, geometry=other))
     error = expect_end(worker, Reason.GEOMETRY_MISMATCH)
+    watched = [Path(link).resolve().name for link in Path(f"/proc/{memd.process.pid}/fd").iterdir()]
+    assert worker.lock_name not in watched, "a refused worker's file stays open"
     assert "02" * 32 in error.message
     assert "01" * 32 in error.message
 
