@@ -16,7 +16,7 @@ from inferd.dispatch import Dispatcher
 from pagepool.errors import PagepoolError, Reason
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-EXIT_ALLOWANCE_S = 2.0
+EXIT_ALLOWANCE_S = 5.0
 """What an engine may need, beyond the grace, to give its blocks back and exit."""
 
 _log = structlog.get_logger("inferd.supervisor")
@@ -94,17 +94,17 @@ class Supervisor:
             async for message in life.channel:
                 self._dispatcher.receive(message)
                 served = served or self._dispatcher.state.phase == "serving"
+            self._dispatcher.disconnected("its process is gone")
             await _exits(life)
         finally:
             life.kill()
             code = await life.wait()
             await life.channel.close()
             self._life = None
-            why = f"signal {-code}" if code < 0 else f"exit code {code}"
-            self._dispatcher.disconnected(why)
+            self._dispatcher.disconnected("its process is gone")
         if self._dispatcher.fatal is not None:
             raise self._dispatcher.fatal
-        return served, why
+        return served, f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 async def _exits(life: EngineLife, within_s: float = EXIT_ALLOWANCE_S) -> None:

@@ -40,7 +40,7 @@ class Worker:
 
     @property
     def tcp(self) -> str:
-        return next(address for address in self.addresses if not address.startswith("unix:"))
+        return next(address.removeprefix("tcp:") for address in self.addresses if not address.startswith("unix:"))
 
     @property
     def log(self) -> str:
@@ -176,9 +176,10 @@ def household(*memd_flags: str) -> Iterator[tuple[Memd, Callable[..., Worker]]]:
 def make_tiny_model(folder: Path, seed: int = 0) -> Path:
     """A llama with random weights and the default model's tokenizer."""
     import torch
-    from inferd.config import load_config
     from inferd.model.source import resolve
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from inferd.config import load_config
 
     torch.manual_seed(seed)
     cache = load_config([]).config.cache_dir
