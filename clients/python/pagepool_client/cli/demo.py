@@ -19,8 +19,8 @@ from pagepool_client.inference import InferenceClient
 from pagepool_client.pool import PoolClient
 
 QUESTIONS = (
-    "Explain in one sentence why the sky is blue.",
-    "And why is it red in the evening? One sentence, please.",
+    "Explain in one sentence what a page table in an operating system is.",
+    "And what is a page fault? One sentence, please.",
 )
 MAX_TOKENS = 96
 POOL_BYTES = "128MiB"
