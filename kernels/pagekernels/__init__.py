@@ -19,11 +19,11 @@ def open_ops(slab: memoryview, layout: PagedLayout, device: str = "cpu") -> Page
     Import torch and call `pagekernels.cpu.configure` first. Raises ValueError for another device.
     """
     if device == "cpu":
-        from pagekernels.cpu.ops import CpuOps  # noqa: PLC0415 - compiles or loads kernels
+        from pagekernels.cpu.ops import CpuOps
 
         return CpuOps(slab, layout)
     if device == "twin":
-        from pagekernels.twin import TwinOps  # noqa: PLC0415 - needs numpy, which memd does not have
+        from pagekernels.twin import TwinOps
 
         return TwinOps(slab, layout)
     raise ValueError(f'device is "{device}", but must be "cpu" or "twin"')

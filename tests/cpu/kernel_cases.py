@@ -12,6 +12,7 @@ from pagekernels.twin import TwinOps, decode, encode
 
 ABSURD = np.uint32(0xFFFFFFFF)
 LAYER = 1
+QUARTER = AttentionParams(0.25)
 BETWEEN_LAYERS = (LayerShape(2, 8, 4), LayerShape(1, 16, 8))
 
 
@@ -25,7 +26,7 @@ class Case:
     heads: int = 2
     group: int = 2
     dims: tuple[int, int] = (16, 16)
-    params: AttentionParams = AttentionParams(0.25)
+    params: AttentionParams = QUARTER
     seed: int = 0
     constant_v: float | None = None
     layout: PagedLayout = field(init=False)
@@ -78,7 +79,9 @@ class Case:
 def only(batch, q, s):
     """The batch and q of sequence s alone."""
     first, last = batch.cu_q_lens[s], batch.cu_q_lens[s + 1]
-    alone = AttentionBatch(np.array([0, last - first], np.int32), batch.kv_lens[s : s + 1], batch.block_tables[s : s + 1])
+    alone = AttentionBatch(
+        np.array([0, last - first], np.int32), batch.kv_lens[s : s + 1], batch.block_tables[s : s + 1]
+    )
     return alone, q[first:last]
 
 

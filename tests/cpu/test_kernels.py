@@ -131,9 +131,7 @@ def test_a_chunked_prefill_gets_the_same_bits_as_a_whole_one():
     whole = case.attend(ops, q, batch)
     chunks = []
     for first, last in ((0, 77), (77, 130), (130, 200)):
-        chunk = AttentionBatch(
-            np.array([0, last - first], np.int32), np.array([last], np.int32), batch.block_tables
-        )
+        chunk = AttentionBatch(np.array([0, last - first], np.int32), np.array([last], np.int32), batch.block_tables)
         chunks.append(case.attend(ops, q[first:last], chunk))
     assert whole.tobytes() == np.concatenate(chunks).tobytes()
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 from numba import prange, types
 
-from pagekernels.cpu.blocks import LANES, Entries, Floats, Halves, padded
+from pagekernels.cpu.blocks import Entries, Floats, Halves, padded
 from pagekernels.cpu.decode import add_values, merge, score_keys, weigh
-from pagekernels.cpu.geometry import BLOCK, DIM, DIM_V, FORMAT, HEADS, UNITS, Geometry, head_place
+from pagekernels.cpu.floats import LANES
+from pagekernels.cpu.geometry import BLOCK, DIM, DIM_V, FORMAT, HEADS, Geometry, head_place
 from pagekernels.cpu.jit import exact, kernel, next_ticket, read_only
 from pagekernels.cpu.plan import (
-    DECODE_ROWS,
     FIRST,
     HEAD,
     OK,
@@ -29,7 +29,7 @@ from pagekernels.cpu.plan import (
     Ints,
     Item,
     Items,
-    check_sequence,
+    check,
     first_visible,
     plan,
     visible_from,
@@ -136,7 +136,7 @@ def run_prefill(step: Step, item: Item) -> None:
     panels = (rows + LANES - 1) // LANES
     qt = np.zeros((panels, geometry[DIM], LANES), np.float32)
     o = np.empty((panels, padded(geometry[DIM_V]), LANES), np.float32)
-    state, seen = np.empty((panels, 4, LANES), np.float32), np.empty((panels, 2, LANES), np.int32)
+    state, seen = np.empty((panels, 3, LANES), np.float32), np.empty((panels, 2, LANES), np.int32)
     for r in range(panels * LANES):
         token, h = (first + min(r, rows - 1)) // group, head * group + (first + min(r, rows - 1)) % group
         at, p, lane = step.kv_lens[s] - queries + token, r // LANES, r % LANES
@@ -168,32 +168,40 @@ def work(step: Step, items: Items, partials: Floats, tickets: Counters, finished
         ticket = next_ticket(tickets, 0)
 
 
-@exact
-def check(step: Step, tokens: int) -> tuple[int, int, int]:
-    """(what is wrong, sequence, table column), or OK."""
-    for s in range(len(step.kv_lens)):
-        queries, kv_len = step.cu_q_lens[s + 1] - step.cu_q_lens[s], step.kv_lens[s]
-        start = first_visible(queries, kv_len, step.window, step.chunk)
-        size, units = step.geometry[BLOCK], step.geometry[UNITS]
-        code, column = check_sequence(step.cu_q_lens, step.kv_lens, step.tables, s, size, units, tokens, start)
-        if code != OK:
-            return code, s, column
-    return OK, 0, 0
-
-
 @kernel(SIGNATURE, parallel=True)
 def attend(
-    words, halves, q32, q16, out32, out16, cu_q_lens, kv_lens, tables, sinks, geometry, scale, window, chunk, softcap, threads
-):
-    """See the module and PagedOps.attend. Returns plan.check_sequence's complaint, before anything is written."""
-    group = max(q32.shape[1], q16.shape[1]) // geometry[HEADS]
-    step = Step(words, halves, q32, q16, out32, out16, cu_q_lens, kv_lens, tables, sinks, geometry, group, np.float32(scale), window, chunk, np.float32(softcap))
-    problem = check(step, max(len(q32), len(q16)))
+    words: Floats,
+    halves: Halves,
+    q32: Floats,
+    q16: Halves,
+    out32: Floats,
+    out16: Halves,
+    cu_q_lens: Ints,
+    kv_lens: Ints,
+    tables: Entries,
+    sinks: Floats,
+    geometry: Geometry,
+    scale: float,
+    window: int,
+    chunk: int,
+    softcap: float,
+    threads: int,
+) -> tuple[int, int, int]:
+    """See the module and PagedOps.attend. Returns plan.check's complaint, before anything is written."""
+    group, tokens = max(q32.shape[1], q16.shape[1]) // geometry[HEADS], max(len(q32), len(q16))
+    problem = check(cu_q_lens, kv_lens, tables, geometry, window, chunk, tokens)
     if problem[0] != OK:
         return problem
-    items, num_partials = plan(cu_q_lens, kv_lens, geometry[HEADS], group, window, chunk)
-    partials = np.zeros((num_partials, DECODE_ROWS, padded(geometry[DIM_V]) + 2), np.float32)
+    items, num_partials, rows = plan(cu_q_lens, kv_lens, geometry[HEADS], group, window, chunk)
+    partials = np.empty((num_partials, rows, padded(geometry[DIM_V]) + 2), np.float32)
     tickets, finished = np.zeros(1, np.int64), np.zeros(num_partials, np.int64)
+    factor, cap = np.float32(scale), np.float32(softcap)
     for _ in prange(threads):
+        # fmt: off
+        step = Step(
+            words, halves, q32, q16, out32, out16, cu_q_lens, kv_lens, tables, sinks, geometry, group, factor, window,
+            chunk, cap,
+        )
+        # fmt: on
         work(step, items, partials, tickets, finished)
     return problem

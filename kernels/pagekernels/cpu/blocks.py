@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagekernels.cpu.floats import F16, bf16_to_f32, f16_to_f32
+from pagekernels.cpu.floats import F16, LANES, bf16_to_f32, f16_to_f32
 from pagekernels.cpu.jit import exact
 from pagekernels.layout import MAX_SLABS, MAX_UNITS, Format
 
 F32, BF16 = int(Format.F32), int(Format.BF16)
-LANES = 16
-"""Floats of a vector in the inner loops; rows in scratch are whole vectors."""
-
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Halves = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 Entries = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
@@ -23,14 +20,14 @@ Entries = np.ndarray[tuple[int, ...], np.dtype[np.uint32]]
 
 @exact
 def entry_format(entry: np.uint32) -> int:
-    """layout.unpack_entry(entry)[0]"""
-    return np.int64(entry) >> 29
+    """layout.unpack_entry(entry)[0]."""
+    return int(np.int64(entry) >> 29)
 
 
 @exact
 def entry_unit(entry: np.uint32) -> int:
-    """layout.unpack_entry(entry)[2]"""
-    return np.int64(entry) & (MAX_UNITS - 1)
+    """layout.unpack_entry(entry)[2]."""
+    return int(np.int64(entry) & (MAX_UNITS - 1))
 
 
 @exact
@@ -38,7 +35,7 @@ def block_units(fmt: int) -> int:
     """Format.itemsize, or 0 where the format is unknown."""
     if fmt == F32:
         return 4
-    return 2 if fmt == F16 or fmt == BF16 else 0
+    return 2 if fmt in (F16, BF16) else 0
 
 
 @exact
@@ -58,20 +55,29 @@ def padded(dim: int) -> int:
 @exact
 def widen(words: Floats, halves: Halves, fmt: int, start: int, count: int, scratch: Floats, to: int) -> None:
     """scratch[to + i] = the float32 value of stored element start + i."""
+    target = scratch[to : to + count]
     if fmt == F32:
+        target[:] = words[start : start + count]
+        return
+    source = halves[start : start + count]
+    if fmt == F16:
         for i in range(count):
-            scratch[to + i] = words[start + i]
-    elif fmt == F16:
-        for i in range(count):
-            scratch[to + i] = f16_to_f32(halves[start + i])
+            target[i] = f16_to_f32(source[i])
     else:
         for i in range(count):
-            scratch[to + i] = bf16_to_f32(halves[start + i])
+            target[i] = bf16_to_f32(source[i])
 
 
 @exact
 def block_rows(
-    words: Floats, halves: Halves, entry: np.uint32, unit_bytes: int, element: int, count: int, dim: int, scratch: Floats
+    words: Floats,
+    halves: Halves,
+    entry: np.uint32,
+    unit_bytes: int,
+    element: int,
+    count: int,
+    dim: int,
+    scratch: Floats,
 ) -> tuple[Floats, int]:
     """`count` rows of `dim` elements of a block, from `element` on, as (array, index of the first): padded(dim) apart.
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagekernels.cpu.blocks import LANES, Entries, Floats, Halves, block_rows, padded
-from pagekernels.cpu.floats import LOWEST, capped, exp
+from pagekernels.cpu.blocks import Entries, Floats, Halves, block_rows, padded
+from pagekernels.cpu.floats import LANES, LOWEST, capped, exp, exp_lanes
 from pagekernels.cpu.jit import exact
-from pagekernels.cpu.simd import load, muladd, splat, spread, store, sums4
+from pagekernels.cpu.plan import SPLIT
+from pagekernels.cpu.simd import greatest, load, maximum, muladd, splat, spread, store, sums4
 
 WIDE = 64
 """Output elements held in registers at a time."""
@@ -38,17 +39,20 @@ def dot_rows(q: Floats, row: int, keys: Floats, base: int, count: int, scores: F
 
 @exact
 def weigh(scores: Floats, first: int, last: int, softcap: np.float32, partial: Floats) -> None:
-    """Turn scores[first:last] into weights e^(s - m), all others into 0; m and l go to the partial's end."""
-    top, total = LOWEST, np.float32(0.0)
-    for j in range(first, last):
-        scores[j] = capped(scores[j], softcap) if softcap > np.float32(0.0) else scores[j]
-        top = max(top, scores[j])
-    for j in range(first, last):
-        scores[j] = exp(scores[j] - top)
-    for j in range(first, last):
+    """Turn scores[first:last] of SPLIT into weights e^(s - m), all others into 0; m and l go to the partial's end."""
+    if softcap > np.float32(0.0):
+        for j in range(SPLIT):
+            scores[j] = capped(scores[j], softcap)
+    scores[: max(first, 0)] = -np.inf
+    scores[max(first, last, 0) :] = -np.inf
+    tops = splat(LOWEST, LANES)
+    for j in range(0, SPLIT, LANES):
+        tops = maximum(load(scores, j, LANES), tops)
+    top, total = greatest(tops), np.float32(0.0)
+    for j in range(0, SPLIT, LANES):
+        store(scores, j, exp_lanes(load(scores, j, LANES) - splat(top, LANES)))
+    for j in range(max(first, last, 0)):
         total += scores[j]
-    scores[:first] = np.float32(0.0)
-    scores[max(first, last) :] = np.float32(0.0)
     partial[-2], partial[-1] = top, total
 
 
@@ -83,7 +87,7 @@ def score_keys(
     scratch: Floats,
 ) -> None:
     """scores[row, j] = q[row] . k[first_key + j]; first_key is a multiple of 4, and so is the room in scores."""
-    unit_bytes, element, size, dim, dim_v = place
+    unit_bytes, element, size, dim, _ = place
     for b in range(first_key // size, (last_key + size - 1) // size):
         low, high = max(first_key - b * size, 0), min(last_key - b * size, size)
         start = element + low * dim
@@ -104,8 +108,9 @@ def add_values(
     scratch: Floats,
     partial: Floats,
 ) -> None:
-    """partial[row, :Dv] += sum_j weights[row, j] v[first_key + j]"""
+    """partial[row, :Dv] = sum_j weights[row, j] v[first_key + j]."""
     unit_bytes, element, size, dim, dim_v = place
+    partial[: len(weights), :-2] = np.float32(0.0)
     for b in range(first_key // size, (last_key + size - 1) // size):
         low, high = max(first_key - b * size, 0), min(last_key - b * size, size)
         start = element + size * dim + low * dim_v
@@ -117,7 +122,7 @@ def add_values(
 
 @exact
 def merge(partials: Floats, row: int, sink: np.float32, total: Floats) -> None:
-    """total [Dv] = the row's attention, from partials [splits, rows, padded(Dv) + 2]; a sink of -inf is none."""
+    """Total [Dv] = the row's attention, from partials [splits, rows, padded(Dv) + 2]; a sink of -inf is none."""
     dim = partials.shape[2] - 2
     top = max(sink, LOWEST)
     for p in range(len(partials)):

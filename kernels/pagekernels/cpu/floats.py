@@ -7,14 +7,19 @@ import math
 import numpy as np
 
 from pagekernels.cpu.jit import exact
+from pagekernels.cpu.simd import Vector, exponent, muladd, splat, zero_below
 from pagekernels.layout import Format
 
 F16 = int(Format.F16)
 
+LANES = 16
+"""Floats of a vector in the inner loops; rows in scratch are whole vectors."""
+
 _LOG2E = np.float32(math.log2(math.e))
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
-_ROUND = np.float32(1.5 * 2**23)
+ROUND = np.float32(1.5 * 2**23)
+"""Added to a small float, rounds it to an integer n, which then stands in the sum's low bits."""
 _TINY = np.float32(-87.0)
 
 LOWEST = np.float32(-3.4028235e38)
@@ -54,7 +59,7 @@ def f16_to_f32(bits: np.uint16) -> np.float32:
 def f32_to_bf16(value: np.float32) -> np.uint16:
     """Rounds to nearest, ties to even."""
     bits = bits_of(value)
-    if value != value:
+    if np.isnan(value):
         return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
@@ -92,8 +97,8 @@ def f32_to_half(fmt: int, value: np.float32) -> np.uint16:
 @exact
 def exp(x: np.float32) -> np.float32:
     """e**x for x <= 0 within 2 ulp; exactly 0 below -87 (and at -inf), exactly 1 at 0, NaN stays NaN."""
-    shifted = x * _LOG2E + _ROUND
-    n = shifted - _ROUND
+    shifted = x * _LOG2E + ROUND
+    n = shifted - ROUND
     r = (x - n * _LN2_HIGH) - n * _LN2_LOW
     p = np.float32(1.9875691500e-4)
     p = p * r + np.float32(1.3981999507e-3)
@@ -105,6 +110,22 @@ def exp(x: np.float32) -> np.float32:
     # The rounded exponent sits in the low bits of `shifted`; moved up it becomes the float 2**n's exponent field.
     power = float_of(np.uint32(bits_of(shifted) + np.uint32(127)) << np.uint32(23))
     return np.float32(0.0) if x < _TINY else p * power
+
+
+@exact
+def exp_lanes(x: Vector) -> Vector:
+    """Exp for LANES lanes, with fused multiply-adds."""
+    shifted = muladd(x, splat(_LOG2E, LANES), splat(ROUND, LANES))
+    n = shifted - splat(ROUND, LANES)
+    r = muladd(n, splat(-_LN2_LOW, LANES), muladd(n, splat(-_LN2_HIGH, LANES), x))
+    p = muladd(splat(np.float32(1.9875691500e-4), LANES), r, splat(np.float32(1.3981999507e-3), LANES))
+    p = muladd(p, r, splat(np.float32(8.3334519073e-3), LANES))
+    p = muladd(p, r, splat(np.float32(4.1665795894e-2), LANES))
+    p = muladd(p, r, splat(np.float32(1.6666665459e-1), LANES))
+    p = muladd(p, r, splat(np.float32(5.0000001201e-1), LANES))
+    p = muladd(p, r * r, r) + splat(np.float32(1.0), LANES)
+    power: Vector = zero_below(x, splat(_TINY, LANES), p * exponent(shifted))
+    return power
 
 
 @exact
@@ -125,5 +146,5 @@ def tanh(x: np.float32) -> np.float32:
 
 @exact
 def capped(score: np.float32, softcap: np.float32) -> np.float32:
-    """softcap * tanh(score / softcap)"""
+    """Softcap * tanh(score / softcap)."""
     return softcap * tanh(score / softcap)

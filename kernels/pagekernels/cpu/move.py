@@ -8,9 +8,20 @@ from __future__ import annotations
 import numpy as np
 from numba import types
 
-from pagekernels.cpu.blocks import F32, Entries, Floats, Halves, block_rows, block_units, entry_format, entry_unit, padded, readable
+from pagekernels.cpu.blocks import (
+    F32,
+    Entries,
+    Floats,
+    Halves,
+    block_rows,
+    block_units,
+    entry_format,
+    entry_unit,
+    padded,
+    readable,
+)
 from pagekernels.cpu.floats import f32_to_half
-from pagekernels.cpu.geometry import BLOCK, DIM, DIM_V, FORMAT, HEADS, UNIT_BYTES, UNITS, Geometry, head_place
+from pagekernels.cpu.geometry import BLOCK, FORMAT, HEADS, UNIT_BYTES, UNITS, Geometry, head_place
 from pagekernels.cpu.jit import exact, kernel, read_only
 from pagekernels.cpu.rows import store_element
 
@@ -47,7 +58,7 @@ def append(
     slots: Slots,
     geometry: Geometry,
 ) -> int:
-    """k [T, H, D] and v [T, H, Dv] as pairs (rows.py) into slots [T]. Twin: TwinOps.append."""
+    """K [T, H, D] and v [T, H, Dv] as pairs (rows.py) into slots [T]. Twin: TwinOps.append."""
     fmt, size = geometry[FORMAT], geometry[BLOCK]
     itemsize = 4 if fmt == F32 else 2
     for t in range(len(slots)):
@@ -57,7 +68,7 @@ def append(
         if slots[t] >= 0:
             block = slots[t] // size * (geometry[UNIT_BYTES] // itemsize)
             for head in range(geometry[HEADS]):
-                unit_bytes, first, size, dim, dim_v = head_place(geometry, head)
+                _, first, size, dim, dim_v = head_place(geometry, head)
                 row, values = slots[t] % size, block + first + size * dim
                 write_row(words, halves, block + first + row * dim, k32, k16, fmt, t, head)
                 write_row(words, halves, values + row * dim_v, v32, v16, fmt, t, head)

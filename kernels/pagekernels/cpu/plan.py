@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pagekernels.cpu.blocks import Entries, readable
+from pagekernels.cpu.geometry import BLOCK, UNITS, Geometry
 from pagekernels.cpu.jit import exact
 
 SPLIT = 256
@@ -58,6 +59,20 @@ def check_sequence(
 
 
 @exact
+def check(
+    cu_q_lens: Ints, kv_lens: Ints, tables: Entries, geometry: Geometry, window: int, chunk: int, tokens: int
+) -> tuple[int, int, int]:
+    """(what is wrong, sequence, table column), or OK."""
+    for s in range(len(kv_lens)):
+        start = first_visible(cu_q_lens[s + 1] - cu_q_lens[s], kv_lens[s], window, chunk)
+        size, units = geometry[BLOCK], geometry[UNITS]
+        code, column = check_sequence(cu_q_lens, kv_lens, tables, s, size, units, tokens, start)
+        if code != OK:
+            return code, s, column
+    return OK, 0, 0
+
+
+@exact
 def sequence_items(queries: int, kv_len: int, start: int, group: int) -> tuple[int, int, int]:
     """The items of one sequence and KV head as range(first, last, step) of their FIRST field; decode steps by SPLIT."""
     if queries == 0 or kv_len == 0:
@@ -68,10 +83,10 @@ def sequence_items(queries: int, kv_len: int, start: int, group: int) -> tuple[i
 
 
 @exact
-def plan(cu_q_lens: Ints, kv_lens: Ints, heads: int, group: int, window: int, chunk: int) -> tuple[Items, int]:
-    """(items, number of partial results). Late tiles of a prefill see most and come first."""
+def plan(cu_q_lens: Ints, kv_lens: Ints, heads: int, group: int, window: int, chunk: int) -> tuple[Items, int, int]:
+    """(items, number of partial results, rows of the largest). Late tiles of a prefill see most and come first."""
     items = np.empty((0, FIELDS), np.int64)
-    count = partials = 0
+    count = partials = most_rows = 0
     for filling in range(2):
         if filling:
             items = np.empty((count, FIELDS), np.int64)
@@ -80,12 +95,15 @@ def plan(cu_q_lens: Ints, kv_lens: Ints, heads: int, group: int, window: int, ch
             queries = cu_q_lens[s + 1] - cu_q_lens[s]
             start = first_visible(queries, kv_lens[s], window, chunk)
             first, last, step = sequence_items(queries, kv_lens[s], start, group)
-            for head in range(heads):
-                for index in range((last - first + step - 1) // step - 1, -1, -1):
-                    if filling:
-                        items[count, SEQUENCE], items[count, HEAD] = s, head
-                        items[count, FIRST] = first + index * step
-                        items[count, PARTIAL] = partials + index if step == SPLIT else -1
+            pieces = (last - first + step - 1) // step
+            if step == SPLIT:
+                most_rows = max(most_rows, queries * group)
+            for head in range(heads if filling else 0):
+                for index in range(pieces - 1, -1, -1):
+                    items[count, SEQUENCE], items[count, HEAD] = s, head
+                    items[count, FIRST] = first + index * step
+                    items[count, PARTIAL] = partials + index if step == SPLIT else -1
                     count += 1
-                partials += (last - first + step - 1) // step if step == SPLIT else 0
-    return items, partials
+                partials += pieces if step == SPLIT else 0
+            count += 0 if filling else heads * pieces
+    return items, partials, most_rows

@@ -3,7 +3,9 @@
 Queries, scores and outputs are held transposed, so that each vector lane is one row (query token i, query head g of the
 group; row = i * G + g) and nothing is ever summed across lanes. For a panel and a block:
 
-    S[j, r] = sum_d K[j, d] Qt[d, r]      P = e^(cap(S) - m)      O[d, r] = O[d, r] e^(m_old - m) + sum_j V[j, d] P[j, r]
+    S[j, r] = sum_d K[j, d] Qt[d, r]
+    P[j, r] = e^(cap(S[j, r]) - m[r])
+    O[d, r] = O[d, r] e^(m_old[r] - m[r]) + sum_j V[j, d] P[j, r]
 
 Each lane adds in order of d and j, so a row's result depends neither on its panel nor on its chunk. Online softmax,
 float32. Twin: twin.attention.
@@ -13,18 +15,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagekernels.cpu.blocks import LANES, Entries, Floats, Halves, block_rows, padded
-from pagekernels.cpu.floats import LOWEST, capped, exp
+from pagekernels.cpu.blocks import Entries, Floats, Halves, block_rows, padded
+from pagekernels.cpu.floats import LANES, LOWEST, capped, exp_lanes
 from pagekernels.cpu.jit import exact
-from pagekernels.cpu.simd import load, maximum, muladd, splat, spread, store
+from pagekernels.cpu.simd import greatest, load, maximum, muladd, splat, spread, store
 
-M, TOTAL, RESCALE, SINK = range(4)
-"""The lines of a panel's state [4, LANES]: running maximum, running sum, factor of the last step, sink (-inf: none)."""
+M, TOTAL, SINK = range(3)
+"""The lines of a panel's state [3, LANES]: running maximum, running sum, sink (-inf: none)."""
 
 SEEN_FROM, SEEN_TO = range(2)
 """The lines of a panel's seen [2, LANES]: each row attends to the keys from..to-1."""
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
+Bounds = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
 @exact
@@ -64,7 +67,7 @@ def hide(s: Floats, first_key: int, count: int, seen: Ints) -> None:
     for j in range(count):
         key = np.int32(first_key + j)
         for r in range(LANES):
-            visible = seen[SEEN_FROM, r] <= key and key < seen[SEEN_TO, r]
+            visible = seen[SEEN_FROM, r] <= key < seen[SEEN_TO, r]
             s[j * LANES + r] = s[j * LANES + r] if visible else np.float32(-np.inf)
 
 
@@ -75,24 +78,17 @@ def weigh(s: Floats, first: int, last: int, state: Floats, o: Floats) -> None:
     top = old
     for j in range(first, last):
         top = maximum(load(s, j * LANES, LANES), top)
-    store(state, M * LANES, top)
-    moved = False
-    store(state, RESCALE * LANES, old - top)
-    for r in range(LANES):
-        moved |= state[RESCALE, r] != np.float32(0.0)
-        state[RESCALE, r] = exp(state[RESCALE, r])
     total = load(state, TOTAL * LANES, LANES)
-    if moved:
-        rescale = load(state, RESCALE * LANES, LANES)
+    if greatest(top - old) > np.float32(0.0):
+        rescale = exp_lanes(old - top)
         total = total * rescale
         for d in range(len(o)):
             store(o, d * LANES, load(o, d * LANES, LANES) * rescale)
     for j in range(first, last):
-        store(s, j * LANES, load(s, j * LANES, LANES) - top)
-    for i in range(first * LANES, last * LANES):
-        s[i] = exp(s[i])
-    for j in range(first, last):
-        total = total + load(s, j * LANES, LANES)
+        weight = exp_lanes(load(s, j * LANES, LANES) - top)
+        store(s, j * LANES, weight)
+        total = total + weight
+    store(state, M * LANES, top)
     store(state, TOTAL * LANES, total)
 
 
@@ -106,17 +102,16 @@ def clear(c: Floats, first: int, last: int) -> None:
 @exact
 def finish(state: Floats, o: Floats) -> None:
     """Divide o [Dv, LANES] by the softmax's denominator, the sink's share included."""
-    for r in range(LANES):
-        top = max(state[M, r], state[SINK, r])
-        state[RESCALE, r] = exp(state[M, r] - top)
-        state[TOTAL, r] = state[TOTAL, r] * state[RESCALE, r] + exp(state[SINK, r] - top)
-    rescale, total = load(state, RESCALE * LANES, LANES), load(state, TOTAL * LANES, LANES)
+    m, sink = load(state, M * LANES, LANES), load(state, SINK * LANES, LANES)
+    top = maximum(sink, m)
+    rescale = exp_lanes(m - top)
+    total = muladd(load(state, TOTAL * LANES, LANES), rescale, exp_lanes(sink - top))
     for d in range(len(o)):
         store(o, d * LANES, load(o, d * LANES, LANES) * rescale / total)
 
 
 @exact
-def seen_bounds(seen: Ints) -> Ints:
+def seen_bounds(seen: Ints) -> Bounds:
     """[panels, 4]: the least and greatest SEEN_FROM, the least and greatest SEEN_TO of each panel's rows."""
     bounds = np.empty((len(seen), 4), np.int64)
     for p in range(len(seen)):
@@ -137,9 +132,9 @@ def prefill_tile(
     state: Floats,
     o: Floats,
 ) -> None:
-    """Fill o [panels, padded(Dv), LANES] for the queries qt [panels, D, LANES]; state [panels, 4, LANES], seen likewise.
+    """Fill o [panels, padded(Dv), LANES] for the queries qt [panels, D, LANES].
 
-    Everything else about a panel may be uninitialised except its sinks.
+    Of state [panels, 3, LANES] only the sinks are read; seen is [panels, 2, LANES].
     """
     unit_bytes, element, size, dim, dim_v = place
     stride, stride_v = padded(dim), padded(dim_v)

@@ -5,8 +5,9 @@ elements from the array's first one (C order), unchecked: who calls has checked.
 
     load(a, i, W)    a[i : i + W]                 splat(x, W)             x in every lane
     store(a, i, v)   a[i : i + W] = v             muladd(x, y, z)         x * y + z, fused where the machine can
-    maximum(x, y)    x where x > y, else y        sums4(a, b, c, d)       (sum of a, of b, of c, of d), lanes in any order
-    spread(a, i, W)  a[i] in every lane           + - * /
+    maximum(x, y)    x where x > y, else y        sums4(a, b, c, d)       (sum of a, of b, of c, of d)
+    spread(a, i, W)  a[i] in every lane           greatest(x)             the greatest lane
+    + - * /
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.ir as ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
+
+from pagekernels.cpu.jit import emitted
 
 
 class Vector(types.Type):
@@ -31,7 +34,7 @@ class Vector(types.Type):
 
 
 @register_model(Vector)
-class VectorModel(models.PrimitiveModel):
+class VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     """Kept as an LLVM vector, so locals live in registers."""
 
     def __init__(self, dmm: Any, fe_type: Vector) -> None:
@@ -41,7 +44,7 @@ class VectorModel(models.PrimitiveModel):
 def _add_operator(function: Callable[..., Any], instruction: str) -> None:
     """Make `x <operator> y` on vectors of one width compile to an LLVM instruction."""
 
-    class Typing(AbstractTemplate):
+    class Typing(AbstractTemplate):  # type: ignore[misc]
         key = function
 
         def generic(self, args: Any, _kws: Any) -> Any:
@@ -50,12 +53,17 @@ def _add_operator(function: Callable[..., Any], instruction: str) -> None:
 
     infer_global(function)(Typing)
 
-    @lower_builtin(function, Vector, Vector)
+    @lower_builtin(function, Vector, Vector)  # type: ignore[untyped-decorator]
     def lower(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         return getattr(builder, instruction)(*args)
 
 
-for _function, _instruction in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")):
+for _function, _instruction in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
     _add_operator(_function, _instruction)
 
 
@@ -70,8 +78,8 @@ def _splat(builder: Any, value: Any, vector: Any) -> Any:
     return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None))
 
 
-@intrinsic(prefer_literal=True)
-def load(_typing: Any, array: Any, index: Any, width: Any) -> Any:
+@emitted
+def load(_typing: Any, array: Any, _index: Any, width: Any) -> Any:
     """array[index : index + width] of a C-contiguous array; `width` is a constant."""
     lanes = width.literal_value
 
@@ -81,9 +89,9 @@ def load(_typing: Any, array: Any, index: Any, width: Any) -> Any:
     return Vector(lanes)(array, types.int64, width), codegen
 
 
-@intrinsic
-def store(_typing: Any, array: Any, index: Any, vector: Any) -> Any:
-    """array[index : index + width of vector] = vector"""
+@emitted
+def store(_typing: Any, array: Any, _index: Any, vector: Any) -> Any:
+    """array[index : index + width of vector] = vector."""
 
     def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         builder.store(args[2], _pointer(context, builder, sig.args[0], args[0], args[1], vector.width), align=4)
@@ -92,8 +100,8 @@ def store(_typing: Any, array: Any, index: Any, vector: Any) -> Any:
     return types.void(array, types.int64, vector), codegen
 
 
-@intrinsic(prefer_literal=True)
-def splat(_typing: Any, value: Any, width: Any) -> Any:
+@emitted
+def splat(_typing: Any, _value: Any, width: Any) -> Any:
     """A vector of equal lanes; `width` is a constant."""
     lanes = width.literal_value
     vector = ir.VectorType(ir.FloatType(), lanes)
@@ -104,8 +112,8 @@ def splat(_typing: Any, value: Any, width: Any) -> Any:
     return Vector(lanes)(types.float32, width), codegen
 
 
-@intrinsic(prefer_literal=True)
-def spread(_typing: Any, array: Any, index: Any, width: Any) -> Any:
+@emitted
+def spread(_typing: Any, array: Any, _index: Any, width: Any) -> Any:
     """splat(array[index], width), without numba's look at the index's sign."""
     lanes = width.literal_value
     vector = ir.VectorType(ir.FloatType(), lanes)
@@ -117,9 +125,9 @@ def spread(_typing: Any, array: Any, index: Any, width: Any) -> Any:
     return Vector(lanes)(array, types.int64, width), codegen
 
 
-@intrinsic
+@emitted
 def muladd(_typing: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z"""
+    """The sum x * y + z, fused where the machine can."""
 
     def codegen(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         vector = args[0].type
@@ -130,9 +138,9 @@ def muladd(_typing: Any, x: Any, y: Any, z: Any) -> Any:
     return x(x, y, z), codegen
 
 
-@intrinsic
+@emitted
 def maximum(_typing: Any, x: Any, y: Any) -> Any:
-    """x where x > y, else y (so y wins over NaN)"""
+    """Each lane: x where x > y, else y (so y wins over NaN)."""
 
     def codegen(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         return builder.select(builder.fcmp_ordered(">", *args), *args)
@@ -140,31 +148,69 @@ def maximum(_typing: Any, x: Any, y: Any) -> Any:
     return x(x, y), codegen
 
 
-@intrinsic
+@emitted
+def exponent(_typing: Any, shifted: Any) -> Any:
+    """2 ** n of lanes that hold floats.ROUND + n, whose low bits are n: moved up, they are a float's exponent."""
+
+    def codegen(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        integers = ir.VectorType(ir.IntType(32), shifted.width)
+        bias, places = (ir.Constant(integers, [n] * shifted.width) for n in (127, 23))
+        bits = builder.bitcast(args[0], integers)
+        return builder.bitcast(builder.shl(builder.add(bits, bias), places), args[0].type)
+
+    return shifted(shifted), codegen
+
+
+@emitted
+def zero_below(_typing: Any, x: Any, limit: Any, value: Any) -> Any:
+    """0 where x < limit, else value."""
+
+    def codegen(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered("<", args[0], args[1]), ir.Constant(args[2].type, None), args[2])
+
+    return x(x, limit, value), codegen
+
+
+def _shuffled(builder: Any, x: Any, y: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
+
+
+def _folded(builder: Any, x: Any, width: int, combine: Callable[[Any, Any], Any]) -> Any:
+    """The vector's halves combined until `width` lanes are left."""
+    while x.type.count > width:
+        lanes = list(range(x.type.count))
+        low, high = lanes[: len(lanes) // 2], lanes[len(lanes) // 2 :]
+        x = combine(_shuffled(builder, x, x, low), _shuffled(builder, x, x, high))
+    return x
+
+
+@emitted
+def greatest(_typing: Any, x: Any) -> Any:
+    """The greatest lane as a scalar, NaN left out."""
+
+    def codegen(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        def larger(a: Any, b: Any) -> Any:
+            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+        top = _folded(builder, args[0], 1, larger)
+        return builder.extract_element(top, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(x), codegen
+
+
+@emitted
 def sums4(_typing: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """Four vectors of one width (a power of two, at least 4), each summed up, as one vector of four."""
 
-    def shuffled(builder: Any, x: Any, y: Any, lanes: list[int]) -> Any:
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
-        return builder.shuffle_vector(x, y, mask)
-
     def halved(builder: Any, x: Any, y: Any) -> Any:
-        """x's neighbours added, then y's, within each four lanes: what a horizontal add does."""
-        groups = range(0, x.type.count, 4)
+        """X's neighbours added, then y's, within each four lanes: what a horizontal add does."""
         count = x.type.count
-        even = [lane for g in groups for lane in (g, g + 2, count + g, count + g + 2)]
+        even = [lane for g in range(0, count, 4) for lane in (g, g + 2, count + g, count + g + 2)]
         odd = [lane + 1 for lane in even]
-        return builder.fadd(shuffled(builder, x, y, even), shuffled(builder, x, y, odd))
-
-    def folded(builder: Any, x: Any, width: int) -> Any:
-        while x.type.count > width:
-            lanes = list(range(x.type.count))
-            half = len(lanes) // 2
-            x = builder.fadd(shuffled(builder, x, x, lanes[:half]), shuffled(builder, x, x, lanes[half:]))
-        return x
+        return builder.fadd(_shuffled(builder, x, y, even), _shuffled(builder, x, y, odd))
 
     def codegen(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        a, b, c, d = (folded(builder, x, 8) for x in args)
-        return folded(builder, halved(builder, halved(builder, a, b), halved(builder, c, d)), 4)
+        a, b, c, d = (_folded(builder, x, 8, builder.fadd) for x in args)
+        return _folded(builder, halved(builder, halved(builder, a, b), halved(builder, c, d)), 4, builder.fadd)
 
     return Vector(4)(a, b, c, d), codegen
