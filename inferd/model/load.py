@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from inferd.model import merge, proof
+from inferd.model import linear, merge, proof
 from inferd.model.attention import ATTENTION_NAME
 from inferd.model.capability import check_config, context_limit
 from inferd.model.probe import ModelGeometry, record
@@ -94,7 +94,9 @@ def prepare(name: str, model: PreTrainedModel, *, merged: bool = True) -> Served
     with merge.watching(model) as groups:
         geometry = record(name, model)
     if merged:
-        merge.merge(model, groups)
+        multiply = linear.Multiply(widen=not has_16_bit_arithmetic())
+        merge.merge(model, groups, multiply)
+        linear.swap(model, multiply)
     format_ = _format(name, model.dtype)
     proof.check_equal(name, expected, proof.paged_rows(model, geometry, format_), model.dtype)
     limit = context_limit(model.config)

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.nn import functional
+
+from inferd.model.linear import Multiply
 
 Group = tuple[nn.Linear, ...]
 """Projections of one module, in the order in which it calls them with one and the same input."""
@@ -20,17 +21,17 @@ Group = tuple[nn.Linear, ...]
 class _Box:
     """The weights of a group, and what its first projection computed until the others have taken it."""
 
-    __slots__ = ("bias", "input", "output", "takers", "weight")
+    __slots__ = ("bias", "input", "multiply", "output", "takers", "weight")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, multiply: Multiply) -> None:
+        self.weight, self.bias, self.multiply = weight, bias, multiply
         self.input: torch.Tensor | None = None
         self.output: torch.Tensor | None = None
         self.takers = 0
 
     def compute(self, x: torch.Tensor, takers: int) -> torch.Tensor:
         """Multiply with all weights, and keep the result for so many takers."""
-        self.input, self.output, self.takers = x, functional.linear(x, self.weight, self.bias), takers
+        self.input, self.output, self.takers = x, self.multiply(x, self.weight, self.bias), takers
         return self.output
 
     def take(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -59,7 +60,7 @@ class _Projection(nn.Module):
         """The same values as the replaced nn.Linear gives."""
         output = self._box.take(x)
         if output is None:
-            return functional.linear(x, self.weight, self.bias)
+            return self._box.multiply(x, self.weight, self.bias)
         return output[..., self._start : self._end]
 
 
@@ -108,12 +109,12 @@ def _groups(calls: Sequence[tuple[nn.Linear, torch.Tensor]]) -> Iterator[Group]:
 
 
 @torch.no_grad()
-def merge(model: nn.Module, groups: Sequence[Group]) -> None:
+def merge(model: nn.Module, groups: Sequence[Group], multiply: Multiply) -> None:
     """Swap the projections of each group; the old weights are given back group by group."""
     parents = {child: (parent, name) for parent in model.modules() for name, child in parent.named_children()}
     for group in groups:
         bias = None if group[0].bias is None else torch.cat([linear.bias for linear in group])
-        box = _Box(torch.cat([linear.weight for linear in group]), bias)
+        box = _Box(torch.cat([linear.weight for linear in group]), bias, multiply)
         start = 0
         for linear in group:
             parent, name = parents[linear]
