@@ -77,11 +77,13 @@ class Dispatcher:
         if self.draining:
             message = "the worker is stopping; try another one, or this one after a while"
             raise PagepoolError(Reason.DRAINING, message, retry_after_s=DRAINING_RETRY_S)
-        if self._send is None or self.state.phase in {"loading", "warming_up", "stopped"}:
-            raise self.starting()
-        if self.state.phase != "serving":
-            message = f"the worker waits for memd ({self.state.detail or self.state.phase}); retry in a moment"
-            raise PagepoolError(Reason.POOL_LOST, message, retry_after_s=POOL_RETRY_S, phase=self.state.phase)
+        state = self.state
+        if self._send is not None and state.phase == "serving":
+            return
+        if state.phase == "attaching" and state.detail:  # an attempt has failed, or memd is lost
+            message = f"the worker waits for memd ({state.detail}); retry in a moment"
+            raise PagepoolError(Reason.POOL_LOST, message, retry_after_s=POOL_RETRY_S, detail=state.detail)
+        raise self.starting()
 
     def starting(self) -> PagepoolError:
         """ENGINE_STARTING, to be raised."""

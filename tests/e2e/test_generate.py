@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
-from pagepool.errors import Reason
+from pagepool.errors import Code, Reason
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.status import from_rpc_error
 from tests.e2e.conftest import Memd
@@ -183,6 +183,6 @@ def answers(worker: Worker) -> bool:
     try:
         return "Paris" in worker.generate(CAPITAL).text
     except grpc.RpcError as error:
-        if from_rpc_error(error).reason is Reason.ENGINE_STARTING:
+        if from_rpc_error(error).code is Code.UNAVAILABLE:
             return False
         raise

@@ -145,9 +145,11 @@ def launch_memd(directory: Path, slab_dir: Path, *flags: str) -> Memd:
 def folders() -> Iterator[tuple[Path, Path]]:
     """A private folder for sockets and one in shared memory."""
     paths = Path(tempfile.mkdtemp(prefix="pp-")), Path(tempfile.mkdtemp(prefix="pp-", dir="/dev/shm"))
-    yield paths
-    for path in paths:
-        shutil.rmtree(path, ignore_errors=True)
+    try:
+        yield paths
+    finally:
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -161,25 +163,27 @@ def household(*memd_flags: str) -> Iterator[tuple[Memd, Callable[..., Worker]]]:
             workers.append(launch(memd.target, directory, name, *flags))
             return workers[-1]
 
-        yield memd, start
-        for worker in workers:
-            if worker.process.poll() is None:
-                worker.process.send_signal(signal.SIGTERM)
-        for worker in workers:
-            worker.wait()
-        for channel in memd.channels:
-            channel.close()
-        if memd.process.poll() is None:
-            memd.stop()
+        try:
+            yield memd, start
+        finally:
+            for worker in workers:
+                if worker.process.poll() is None:
+                    worker.process.send_signal(signal.SIGTERM)
+            for worker in workers:
+                worker.wait()
+            for channel in memd.channels:
+                channel.close()
+            if memd.process.poll() is None:
+                memd.stop()
 
 
 def make_tiny_model(folder: Path, seed: int = 0) -> Path:
     """A llama with random weights and the default model's tokenizer."""
     import torch
-    from inferd.model.source import resolve
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     from inferd.config import load_config
+    from inferd.model.source import resolve
 
     torch.manual_seed(seed)
     cache = load_config([]).config.cache_dir
