@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 import pagekernels
+from pagekernels.cpu import configure, move, warm_up
+from pagekernels.cpu.attend import attend as attend_kernel
 from pagekernels.cpu.ops import CpuOps
 from pagekernels.layout import Format, LayerShape, PagedLayout, pack_entry
 from pagekernels.ops import AttentionBatch, AttentionParams
@@ -171,3 +173,16 @@ def test_an_unknown_device_is_refused():
     layout, slab = pool(Format.F32)
     with pytest.raises(ValueError, match='device is "tpu", but must be "cpu" or "twin"'):
         pagekernels.open_ops(slab, layout, "tpu")
+
+
+@pytest.mark.parametrize("threads", [0, 100_000])
+def test_an_impossible_number_of_threads_is_refused(threads):
+    with pytest.raises(ValueError, match=f"threads is {threads}, but must be from 1 to"):
+        configure(threads)
+
+
+def test_everything_is_compiled_after_warm_up():
+    warm_up()
+    for kernel in (attend_kernel, move.append, move.gather, move.copy_blocks):
+        assert len(kernel.signatures) == 1
+        assert not kernel._can_compile

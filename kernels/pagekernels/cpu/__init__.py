@@ -1,5 +1,10 @@
-"""The CPU kernels: numba, reading float32 and 16-bit blocks in place. Importing this compiles nothing yet."""
+"""The CPU kernels: numba, reading float32 and 16-bit blocks in place.
+
+`configure` chooses the threads, `warm_up` compiles, `pagekernels.open_ops` gives the operations. Importing this package
+compiles nothing.
+"""
 
 from pagekernels.cpu.threads import configure
+from pagekernels.cpu.warm_up import warm_up
 
-__all__ = ["configure"]
+__all__ = ["configure", "warm_up"]

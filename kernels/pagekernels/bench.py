@@ -1,0 +1,157 @@
+"""`python -m pagekernels.bench [threads]`: what the CPU kernels cost here, beside NumPy on contiguous K and V.
+
+Each line is the median and the least of repeated calls on one layer; blocks are shuffled. NumPy's product reads
+contiguous memory, has no softmax worth the name and uses as many threads as its own library likes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+import pagekernels
+from pagekernels.cpu import configure, warm_up
+from pagekernels.layout import Format, LayerShape, PagedLayout, pack_entry, slot_mapping
+from pagekernels.ops import Array, AttentionBatch, AttentionParams, PagedOps
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`sequences` of `kv_len` tokens, each with `queries` new ones."""
+
+    name: str
+    sequences: int
+    queries: int
+    kv_len: int
+    heads: int = 3
+    group: int = 3
+    dim: int = 64
+    fmt: Format = Format.F32
+    block_size: int = 16
+
+
+DECODE, PREFILL = Workload("decode", 16, 1, 1024), Workload("prefill", 1, 512, 512)
+WORKLOADS = (
+    Workload("decode", 1, 1, 128),
+    Workload("decode", 1, 1, 1024),
+    DECODE,
+    Workload("decode", 16, 1, 1024, fmt=Format.BF16),
+    Workload("decode", 16, 1, 1024, fmt=Format.F16),
+    Workload("decode", 16, 1, 1024, heads=8, group=4, dim=128),
+    Workload("decode", 16, 1, 1024, heads=8, group=4, dim=128, fmt=Format.BF16),
+    PREFILL,
+    Workload("prefill", 1, 512, 512, fmt=Format.BF16),
+    Workload("prefill", 1, 512, 2048),
+    Workload("prefill", 1, 512, 2048, heads=8, group=4, dim=128),
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A pool filled for a workload."""
+
+    ops: PagedOps
+    batch: AttentionBatch
+    slots: tuple[npt.NDArray[np.int64], ...]
+    keys: Array
+    query: Array
+
+
+def set_up(work: Workload) -> Setup:
+    """Random K, V and q over shuffled blocks."""
+    rng = np.random.default_rng(0)
+    layout = PagedLayout(work.block_size, (LayerShape(work.heads, work.dim, work.dim),), work.fmt)
+    columns = -(-work.kv_len // work.block_size)
+    units = rng.permutation(work.sequences * columns) * layout.units_per_block
+    entries = [pack_entry(work.fmt, 0, int(unit)) for unit in units]
+    tables = np.array(entries, np.uint32).reshape(work.sequences, columns)
+    ops = pagekernels.open_ops(memoryview(bytearray(len(units) * layout.block_bytes)), layout)
+    slots = tuple(np.array(slot_mapping(table.tolist(), 0, work.kv_len, work.block_size)) for table in tables)
+    keys = rng.normal(size=(work.sequences, work.kv_len, work.heads, work.dim)).astype(np.float32)
+    for token_keys, token_slots in zip(keys, slots, strict=True):
+        ops.append(0, token_keys, token_keys, token_slots)
+    tokens = work.sequences * work.queries
+    query = rng.normal(size=(tokens, work.heads * work.group, work.dim)).astype(np.float32)
+    if work.fmt is not Format.F32:
+        query = (query.view(np.uint32) >> 16).astype(np.uint16)
+    starts = np.arange(0, tokens + 1, work.queries, dtype=np.int32)
+    batch = AttentionBatch(starts, np.full(work.sequences, work.kv_len, np.int32), tables)
+    return Setup(ops, batch, slots, keys, query)
+
+
+def time_calls(call: Callable[[], object], seconds: float = 0.5) -> str:
+    """Median and least milliseconds of a call."""
+    call()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < 5 or time.perf_counter() < end:
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return f"{median(times):9.3f} {min(times):9.3f}"
+
+
+def numpy_attention(work: Workload, keys: Array) -> Callable[[], object]:
+    """Scores, a softmax without its maximum, and the weighted sum, for contiguous [sequence, head, token, dim]."""
+    k = np.ascontiguousarray(keys.transpose(0, 2, 1, 3)).astype(np.float32)
+    q = np.ones((work.sequences, work.heads, work.queries * work.group, work.dim), np.float32)
+
+    def call() -> object:
+        weights = np.exp(q @ k.swapaxes(2, 3) * np.float32(1e-3))
+        return (weights @ k) / weights.sum(-1, keepdims=True)
+
+    return call
+
+
+def report(work: Workload) -> None:
+    """One line for a workload."""
+    setup = set_up(work)
+    out, params = np.empty_like(setup.query), AttentionParams(work.dim**-0.5)
+    shape = (
+        f"{work.sequences} x {work.queries} of {work.kv_len}, {work.heads * work.group}q/{work.heads}kv d {work.dim}"
+    )
+    ours = time_calls(lambda: setup.ops.attend(0, setup.query, out, setup.batch, params))
+    print(f"{work.name:8} {work.fmt.name:5} {shape:36} {ours}  {time_calls(numpy_attention(work, setup.keys))}")
+
+
+def report_moves() -> None:
+    """Append, gather and copy of a 512-token sequence."""
+    setup = set_up(PREFILL)
+    table, keys = setup.batch.block_tables[0], setup.keys[0]
+    gathered = np.empty((PREFILL.heads, PREFILL.kv_len, PREFILL.dim), np.float32)
+    half = len(table) // 2
+    for name, size, call in (
+        ("append", f"{PREFILL.kv_len} tokens", lambda: setup.ops.append(0, keys, keys, setup.slots[0])),
+        ("gather", f"{PREFILL.kv_len} tokens", lambda: setup.ops.gather(0, table, PREFILL.kv_len, gathered, gathered)),
+        ("copy", f"{half} blocks", lambda: setup.ops.copy_blocks(table[:half], table[half:])),
+    ):
+        print(f"{name:8} F32   {size:36} {time_calls(call)}")
+
+
+def processor() -> str:
+    """The processor's name."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def main() -> None:
+    """Print the table."""
+    threads = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    configure(threads)
+    warm_up()
+    print(f"{processor()}, {threads} thread(s); milliseconds, median and least of one layer")
+    print(f"{'':51}{'pagekernels':>19}  {'NumPy, contiguous':>19}")
+    for work in WORKLOADS:
+        report(work)
+    report_moves()
+
+
+if __name__ == "__main__":
+    main()
