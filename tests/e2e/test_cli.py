@@ -132,12 +132,14 @@ def test_ctrl_c_frees_the_blocks_of_an_abandoned_answer(up: Up) -> None:
             time.sleep(0.05)
 
 
-def test_chat_remembers_what_was_said(up: Up) -> None:
-    text = "My name is Wilhelmina.\nWhat is my name?\n"
-    done = up.run("chat", "--temperature", "0", "--max-tokens", "40", text=text)
+def test_chat_sends_the_whole_conversation_and_memd_finds_what_it_has_seen(up: Up) -> None:
+    text = "What is the capital of France?\nAnd of Spain?\n"
+    done = up.run("chat", "--temperature", "0", "--max-tokens", "24", text=text)
     assert done.returncode == 0, done.stderr
-    assert "Wilhelmina" in done.stdout.splitlines()[-2] + done.stdout.splitlines()[-1]
-    assert re.search(r"[1-9]\d* of them cached", done.stderr)
+    first, second = re.findall(r"(\d+) prompt tokens, (\d+) of them cached; (\d+) generated", done.stderr)
+    assert int(second[0]) > int(first[0]) + int(first[2])
+    assert int(second[1]) >= int(first[0]) // 16 * 16
+    assert len(done.stdout.split()) > 8
 
 
 def test_a_wrong_value_is_refused_by_name(up: Up) -> None:
