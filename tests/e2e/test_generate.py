@@ -21,7 +21,7 @@ from pagepool.errors import Code, Reason
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.status import from_rpc_error
 from tests.e2e.conftest import Memd
-from tests.e2e.workers import Worker, folders, greedy, launch, read, within
+from tests.e2e.workers import READY_S, Worker, folders, greedy, launch, read, within
 
 CAPITAL = pb.GenerateRequest(
     chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="What is the capital of France?")]),
@@ -145,7 +145,7 @@ def test_a_folder_without_weights_ends_inferd_with_a_clear_error(worker: Worker,
     (tmp_path / "config.json").write_text(json.dumps(config))
     with folders() as (directory, _):
         lost = launch("unix:/nowhere/memd.sock", directory, "lost", "--model", str(tmp_path))
-        assert lost.wait(60) == 2
+        assert lost.wait(READY_S) == 2
         last = lost.log.strip().splitlines()[-1]
         assert last.startswith("inferd: --model")
         assert str(tmp_path) in last

@@ -17,7 +17,7 @@ from pagepool.memd.v1 import pool_service_pb2 as memd_pb
 from pagepool.memd.v1 import types_pb2
 from pagepool.status import from_rpc_error
 from tests.e2e.conftest import Memd
-from tests.e2e.workers import Worker, greedy, household, launch_memd, make_tiny_model, read, within
+from tests.e2e.workers import READY_S, Worker, greedy, household, launch_memd, make_tiny_model, read, within
 
 House = tuple[Memd, Callable[..., Worker]]
 
@@ -161,7 +161,7 @@ def test_other_weights_under_the_same_name_are_refused(tiny_model: Path, tmp_pat
     with household("--pool-bytes", "16MiB") as (memd, start):
         honest = start("honest", "--model", str(tiny_model), *flags).ready()
         other = start("other", "--model", str(impostor), *flags)
-        assert other.wait(60) == 2
+        assert other.wait(READY_S) == 2
         last = other.log.strip().splitlines()[-1]
         digest = memd.pool().GetPool(memd_pb.GetPoolRequest()).pool.geometry.model_digest
         assert last.startswith("inferd:")
