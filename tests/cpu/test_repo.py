@@ -142,3 +142,11 @@ def test_docs_name_only_make_targets_and_commands_that_exist() -> None:
     named = {target for path in docs for target in re.findall(r"`?\bmake ([a-z][a-z-]+)`", path.read_text())}
     assert named, "no document names a make target"
     assert named <= targets
+
+
+def test_architecture_has_a_sentence_for_every_module() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    packages = ("memd", "inferd", "proto/pagepool", "kernels/pagekernels", "clients/python/pagepool_client")
+    modules = [path for package in packages for path in (ROOT / package).rglob("*.py") if "_pb2" not in path.name]
+    missing = [name_of(path) for path in modules if path.stem != "__init__" and f"| `{path.stem}` | " not in text]
+    assert not missing
