@@ -31,6 +31,7 @@ from pagekernels.cpu.plan import (
     Items,
     check,
     first_visible,
+    is_small,
     plan,
     visible_from,
 )
@@ -195,13 +196,15 @@ def attend(
     items, num_partials, rows = plan(cu_q_lens, kv_lens, geometry[HEADS], group, window, chunk)
     partials = np.empty((num_partials, rows, padded(geometry[DIM_V]) + 2), np.float32)
     tickets, finished = np.zeros(1, np.int64), np.zeros(num_partials, np.int64)
-    factor, cap = np.float32(scale), np.float32(softcap)
-    for _ in prange(threads):
-        # fmt: off
-        step = Step(
-            words, halves, q32, q16, out32, out16, cu_q_lens, kv_lens, tables, sinks, geometry, group, factor, window,
-            chunk, cap,
-        )
-        # fmt: on
+    # fmt: off
+    step = Step(
+        words, halves, q32, q16, out32, out16, cu_q_lens, kv_lens, tables, sinks, geometry, group, np.float32(scale),
+        window, chunk, np.float32(softcap),
+    )
+    # fmt: on
+    if is_small(cu_q_lens, kv_lens, geometry, group, window, chunk):
         work(step, items, partials, tickets, finished)
+    else:
+        for _ in prange(threads):
+            work(step, items, partials, tickets, finished)
     return problem

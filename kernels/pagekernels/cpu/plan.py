@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pagekernels.cpu.blocks import Entries, readable
-from pagekernels.cpu.geometry import BLOCK, UNITS, Geometry
+from pagekernels.cpu.geometry import BLOCK, DIM, DIM_V, HEADS, UNITS, Geometry
 from pagekernels.cpu.jit import exact
 
 SPLIT = 256
@@ -16,6 +16,10 @@ DECODE_ROWS = 16
 
 TILE = 64
 """Rows of one prefill item; a multiple of the widest vector."""
+
+GRAIN = 1 << 20
+"""Scores' elements (rows * keys * (D + Dv)) below which a call stays on its own thread: some 0.1 ms, while waking
+another can cost a time slice where the cores are busy."""
 
 SEQUENCE, HEAD, FIRST, PARTIAL, FIELDS = range(5)
 """An item: sequence, KV head, first token (decode) or row (prefill), and its partial result (-1 for prefill)."""
@@ -80,6 +84,16 @@ def sequence_items(queries: int, kv_len: int, start: int, group: int) -> tuple[i
     if queries * group < DECODE_ROWS:
         return start // SPLIT * SPLIT, kv_len, SPLIT
     return 0, queries * group, TILE
+
+
+@exact
+def is_small(cu_q_lens: Ints, kv_lens: Ints, geometry: Geometry, group: int, window: int, chunk: int) -> bool:
+    """Whether the whole call is less work than GRAIN."""
+    work = 0
+    for s in range(len(kv_lens)):
+        queries = cu_q_lens[s + 1] - cu_q_lens[s]
+        work += queries * (kv_lens[s] - first_visible(queries, kv_lens[s], window, chunk))
+    return bool(work * group * geometry[HEADS] * (geometry[DIM] + geometry[DIM_V]) < GRAIN)
 
 
 @exact
