@@ -40,7 +40,10 @@ def check_config(model: str, config: PretrainedConfig) -> None:
         raise refuse(model, f"transformers has no causal language model for the type {config.model_type!r}", way_out)
     if isinstance(architecture, tuple):
         architecture = architecture[0]
-    if architecture._is_stateful or not architecture._can_set_attn_implementation():  # noqa: SLF001 (not public)
+    # transformers has no public form of these two.
+    if architecture._is_stateful:  # noqa: SLF001
+        raise refuse(model, f"{architecture.__name__} keeps state outside the attention function", _ANOTHER_MODEL)
+    if not architecture._can_set_attn_implementation():  # noqa: SLF001
         why = f"{architecture.__name__} does not support transformers' attention interface"
         raise refuse(model, why, _ANOTHER_MODEL)
     text = config.get_text_config(decoder=True)

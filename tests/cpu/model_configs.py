@@ -145,7 +145,7 @@ SAMPLE = (
 def random_model(name: str) -> PreTrainedModel:
     """A random model of one of the SERVED; its weights spread wider than usual, so that attention matters."""
     torch.manual_seed(1)
-    config = CONFIG_MAPPING[name.split()[0]](**SERVED[name])
+    config = CONFIG_MAPPING[name.split(maxsplit=1)[0]](**SERVED[name])
     config.initializer_range = 0.2
     model = AutoModelForCausalLM.from_config(config).eval()
     for parameter_name, parameter in model.named_parameters():

@@ -17,6 +17,9 @@ from pagekernels.cpu import configure
 from pagekernels.cpu.ops import CpuOps
 from pagekernels.layout import pack_entry, slot_mapping
 
+# Tiny matrices on several threads only wait for one another; numba's import has set torch's number too.
+torch.set_num_threads(1)
+
 BUDGET = 17
 """Tokens of one step: odd, and less than a prompt, so that prefill comes in chunks beside decoding neighbours."""
 
