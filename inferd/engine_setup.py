@@ -25,8 +25,9 @@ from inferd.model.source import resolve
 from inferd.surroundings import Mailbox, Surroundings
 from inferd.text.export import export_tokenizer
 from inferd.warmup import warm_up
+from pagekernels import open_ops
 from pagekernels.cpu import configure
-from pagekernels.cpu.ops import CpuOps
+from pagekernels.cpu import warm_up as compile_kernels
 from pagekernels.layout import MIN_BLOCK_SIZE
 from pagepool import logs
 from pagepool.errors import PagepoolError
@@ -75,6 +76,8 @@ def assemble(setup: Setup, channel: EngineChannel, mailbox: Mailbox) -> Engine:
     threads = setup.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     configure(threads)
+    tell("loading the kernels (the first time they are compiled, which takes a minute)")
+    compile_kernels()
     cache = Path(setup.cache_dir)
     folder = resolve(setup.model, cache, tell)
     tokenizer = export_tokenizer(folder, cache)
@@ -116,7 +119,7 @@ class Worker:
         geometry = geometry_message(self.served.layout(MIN_BLOCK_SIZE), self.identity, self.setup.model)
         session = PoolSession(Attachment(self.setup.memd, self.setup.name, geometry), self.mailbox.signal)
         try:
-            ops = CpuOps(session.memory, self.served.layout(session.info.block_size))
+            ops = open_ops(session.memory, self.served.layout(session.info.block_size))
             runner = ModelRunner(self.served, ops)
         except BaseException:
             session.close()
