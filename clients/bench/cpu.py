@@ -156,13 +156,13 @@ def against_transformers(dtype: str, threads: int) -> None:
     """One dtype, both sides."""
     from inferd.model.source import resolve
 
-    model = resolve("smollm2")
-    flags = ("--model", str(model.path), "--dtype", dtype, "--threads", str(threads))
+    folder = str(resolve("smollm2"))
+    flags = ("--model", folder, "--dtype", dtype, "--threads", str(threads))
     with (
         daemons.folder() as place,
         daemons.memd(place, "--pool-bytes", "2GiB"),
         daemons.inferd(place, *flags) as (client, _),
-        transformers_peer(str(model.path), dtype, threads) as peer,
+        transformers_peer(folder, dtype, threads) as peer,
     ):
         compare(peer, client, dtype)
 
