@@ -101,15 +101,15 @@ class PagedAttention:
         """Attention of one layer; the keyword arguments were read once, when the model was probed."""
         layer = self._layers[cast("int", module.layer_idx)]
         if layer.appends:
-            k, v = _token_major(key), _token_major(value)
+            k, v = _token_major(key, value.dtype), _token_major(value, value.dtype)
             self._ops.append(layer.store, to_array(k), to_array(v), self._slots)
-        q = _token_major(query)
+        q = _token_major(query, value.dtype)
         out = torch.empty((q.shape[0], q.shape[1], value.shape[3]), dtype=q.dtype)
         assert self._batch is not None
         self._ops.attend(layer.store, to_array(q), to_array(out), self._batch, layer.params)
         return out.unsqueeze(0)
 
 
-def _token_major(tensor: torch.Tensor) -> torch.Tensor:
-    """[1, H, T, D] -> [T, H, D]; free where the model computed it that way, as nearly all do."""
-    return tensor[0].transpose(0, 1).contiguous()
+def _token_major(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[1, H, T, D] -> [T, H, D] in `dtype`; free where the model computed it that way, as nearly all do."""
+    return tensor[0].transpose(0, 1).to(dtype).contiguous()

@@ -65,7 +65,10 @@ def load_model(
     check_config(name, config)
     chosen = choose_dtype(dtype, getattr(config, "dtype", None))
     tell(f"loading {name} as {str(chosen).removeprefix('torch.')}")
-    return prepare(name, _weights(name, folder, config, chosen), merged=merged)
+    served = prepare(name, _weights(name, folder, config, chosen), merged=merged)
+    if served.limit_reason:
+        tell(f"sequences of {name} are limited to {served.max_context} tokens: {served.limit_reason}")
+    return served
 
 
 def _weights(name: str, folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

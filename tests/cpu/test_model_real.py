@@ -54,6 +54,7 @@ def test_smollm2_says_what_it_says_under_transformers() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64])
 def test_smollm2_says_what_it_says_under_transformers_for_twenty_prompts(block_size: int) -> None:
     check_real(source.resolve("smollm2", source.DEFAULT_CACHE, print), QUESTIONS, block_size)
@@ -74,5 +75,6 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3000)
 def test_gemma3_says_what_it_says_under_transformers_for_twenty_prompts(gemma3: Path) -> None:
     check_real(gemma3, QUESTIONS, 16)
