@@ -17,6 +17,7 @@ from pagepool.handlers import Stream
 from pagepool.memd.v1.worker_service_pb2 import AttachResponse, Capacity, Drain
 
 MAX_UNSENT = 64
+ANSWER_DELAY_S = 0.002
 
 _log = structlog.get_logger("memd.sessions")
 
@@ -43,14 +44,36 @@ class Session:
         self.lock_file = lease.lock_file
         self.name = lease.holder
         self._outbox: deque[AttachResponse] = deque()
+        self._delayed: AttachResponse | None = None
         self._filled = asyncio.Event()
         self._emptied = asyncio.Event()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def tell(self, response: AttachResponse) -> None:
         """Sends a message soon."""
+        self._tell_delayed()
         self._outbox.append(response)
         self._filled.set()
+
+    def answer(self, response: AttachResponse) -> None:
+        """Sends a StepResult: soon if it grants or refuses, else within ANSWER_DELAY_S, for nobody waits for it.
+
+        One result stands for those before it, so that a worker that commits quickly costs few answers.
+        """
+        result = response.step_result
+        if result.grants or result.refusals:
+            self._delayed = None
+            self.tell(response)
+            return
+        if self._delayed is None:
+            asyncio.get_running_loop().call_later(ANSWER_DELAY_S, self._tell_delayed)
+        self._delayed = response
+
+    def _tell_delayed(self) -> None:
+        if self._delayed is not None:
+            self._outbox.append(self._delayed)
+            self._delayed = None
+            self._filled.set()
 
     async def room(self) -> None:
         """Waits while MAX_UNSENT messages are unsent: who does not read is not read from."""

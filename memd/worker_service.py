@@ -111,7 +111,7 @@ class WorkerService:
             match request.WhichOneof("message"):
                 case "step":
                     outcome = self.pool.step(lease_id, messages.step_from(request.step), self.clock())
-                    session.tell(messages.step_result(outcome))
+                    session.answer(messages.step_result(outcome))
                     self.sessions.publish()
                 case "heartbeat":
                     self.pool.heartbeat(lease_id, self.clock())

@@ -10,8 +10,8 @@ from memd.core.values import LeaseState, LeaseView, StepOutcome
 
 MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0
 MAX_NAME_BYTES = 128
-MAX_REPLAYED_STEPS = 16
-"""Answers kept per worker lease, for a worker that lost them with its stream."""
+MAX_REPLAYED_STEPS = 1024
+"""Answers kept per worker lease, for a worker that lost them with its stream: more than any keeps in flight."""
 
 
 @dataclass(slots=True, eq=False)

@@ -101,6 +101,28 @@ def test_steps_and_heartbeats_are_answered_in_order(memd: Any, raw_worker: Any, 
     assert counters.attach_steps == 50
 
 
+def test_one_answer_may_stand_for_many_steps_but_never_for_a_grant(
+    memd: Any, raw_worker: Any, geometry: types_pb2.Geometry
+) -> None:
+    worker = raw_worker()
+    worker.hello(geometry)
+    table_id = worker.create([], 4).table_id
+    first = 1  # the one that created the table
+    for token in range(40):
+        commit = wpb.Commit(table_id=table_id, token_ids=[token])
+        worker.send(step=wpb.Step(step_id=first + 1 + token, commits=[commit]))
+    create = wpb.TableRequest(ref=7, num_blocks=1)
+    worker.send(step=wpb.Step(step_id=first + 41, creates=[create]))
+    answers = [worker.receive("step_result")]
+    while answers[-1].step_id < first + 41:
+        answers.append(worker.receive("step_result"))
+    assert [grant.ref for grant in answers[-1].grants] == [7]
+    assert not any(answer.grants or answer.refusals for answer in answers[:-1])
+    assert len(answers) < 41
+    table = memd.pool().GetBlockTable(pool_service_pb2.GetBlockTableRequest(table_id=table_id)).block_table
+    assert list(table.token_ids) == list(range(40))
+
+
 def test_commits_seal_blocks_and_releases_leave_them_cached(
     memd: Any, raw_worker: Any, geometry: types_pb2.Geometry
 ) -> None:

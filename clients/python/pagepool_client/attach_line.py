@@ -138,10 +138,12 @@ class AttachLine:
                 self._post(Draining(message.drain.grace.ToNanoseconds() / 1e9))
 
     def _answered(self, result: StepResult) -> None:
-        if not self._unanswered or self._unanswered[0][0] != result.step_id:
+        if not self._unanswered or self._unanswered[0][0] > result.step_id:
             return  # answered before the stream broke, and again after
-        self._unanswered.popleft()
-        self.steps_answered += 1
+        # An answer stands for those before it that had nothing to say.
+        while self._unanswered and self._unanswered[0][0] <= result.step_id:
+            self._unanswered.popleft()
+            self.steps_answered += 1
         for event in events_of(result):
             self._post(event)
 

@@ -50,7 +50,7 @@ class WorkerServiceServicer:
 
     def Attach(self, request_iterator, context):
         """One stream per worker: the stream is its lease. The first message is Hello, answered by Welcome; then heartbeats
-        and steps in any order, each answered in order. If the stream breaks, the lease can be reclaimed by a new
+        and steps in any order, answered in order. If the stream breaks, the lease can be reclaimed by a new
         Hello until it expires. A lost lease keeps what it held out of use until the worker's process is gone, that
         is until the lock on its lock file is free; its sealed blocks stay matchable all the time.
         Detach ends the lease in order. The stream is never ended by age.
