@@ -138,12 +138,12 @@ class Scheduler:
             return None
         if refusal.never:
             return sequence
-        if self._refused is None or sequence.rank < self._refused.rank:
-            self._refused = sequence
+        if self._refused is None or sequence.rank <= self._refused.rank:
+            # A refusal further back says nothing about the head: news that came for it meanwhile stands.
+            self._refused, self._may_ask = sequence, False
         for other in self._unstarted():
             if other.rank > sequence.rank:
                 self._send_back(other)
-        self._may_ask = False
         return None
 
     def freed(self) -> None:

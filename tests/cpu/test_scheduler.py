@@ -202,6 +202,20 @@ def test_after_a_refusal_only_the_head_asks_and_only_when_blocks_came_free() -> 
     assert asked(scheduler) == [3]
 
 
+def test_a_late_refusal_behind_the_head_does_not_undo_the_news_that_blocks_came_free() -> None:
+    scheduler = attached()
+    head, behind = make(1, prompt=40), make(2, prompt=80, at=1)
+    queue(scheduler, head)
+    assert asked(scheduler) == [1]
+    queue(scheduler, behind)
+    assert asked(scheduler) == [2], "asked for before the first answer came"
+    scheduler.refused(refusal(head))
+    scheduler.freed()
+    assert asked(scheduler) == [], "the other answer is still to come"
+    scheduler.refused(refusal(behind))
+    assert asked(scheduler) == [1]
+
+
 def test_a_more_urgent_request_may_ask_though_the_old_head_was_refused() -> None:
     scheduler = attached()
     big = make(1, prompt=80)
