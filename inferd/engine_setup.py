@@ -7,7 +7,9 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -20,6 +22,7 @@ from inferd.core.scheduler import Limits
 from inferd.engine import Engine, failed
 from inferd.model.digest import digest
 from inferd.model.load import ServedModel, load_model
+from inferd.model.refusal import refuse
 from inferd.model.runner import ModelRunner
 from inferd.model.source import resolve
 from inferd.surroundings import Mailbox, Surroundings
@@ -81,12 +84,22 @@ def assemble(setup: Setup, channel: EngineChannel, mailbox: Mailbox) -> Engine:
     cache = Path(setup.cache_dir)
     folder = resolve(setup.model, cache, tell)
     tokenizer = export_tokenizer(folder, cache)
-    served = load_model(folder, name=setup.model, dtype=setup.dtype, tell=tell)
-    identity = digest(folder, cache)
+    served, identity = load(setup, folder, cache, tell)
     channel.send(model_card(served, folder, tokenizer, identity))
     worker = Worker(setup, served, identity, limits, mailbox)
     around = Surroundings(worker.attach, channel.send, mailbox, time.monotonic)
     return Engine(around, limits, served.eos_token_ids)
+
+
+def load(setup: Setup, folder: Path, cache: Path, tell: Callable[[str], None]) -> tuple[ServedModel, bytes]:
+    """The model and whose it is. Files that change while they are read would give one model's KV another's name."""
+    identity = digest(folder, cache)
+    served = load_model(folder, name=setup.model, dtype=setup.dtype, tell=tell)
+    if digest(folder, cache) != identity:
+        raise refuse(
+            setup.model, f"files in {folder} changed while they were read", "start again when they are complete"
+        )
+    return served, identity
 
 
 def model_card(served: ServedModel, folder: Path, tokenizer: Path, identity: bytes) -> ModelCard:
@@ -128,7 +141,9 @@ class Worker:
             pool=session,
             model=runner,
             close=session.close,
-            warm_up=(lambda: warm_up(session, runner, self.limits)) if self.setup.warmup else lambda: None,
+            warm_up=partial(warm_up, session, runner, self.limits, self.served.max_context)
+            if self.setup.warmup
+            else lambda: None,
             unary_calls=lambda: session.unary_calls,
         )
 

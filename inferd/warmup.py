@@ -20,19 +20,21 @@ SAMPLINGS = (Sampling(temperature=0), Sampling(), Sampling(top_k=2, top_p=0.5, m
 log = structlog.get_logger(__name__)
 
 
-def warm_up(pool: KvPool, model: Model, limits: Limits) -> None:
+def warm_up(pool: KvPool, model: Model, limits: Limits, max_context: int) -> None:
     """A full prefill, a decode of one sequence and one of as many as may run, and every kind of sampling.
 
-    Works on a table of its own, of which nothing is committed, so that nothing of it can be matched later. A pool that
-    is full makes it shorter, or leaves it out. PagepoolError (UNAVAILABLE) if memd goes meanwhile.
+    Works on a table of its own, of which nothing is committed, so that nothing of it can be matched later. A short
+    context or a pool with little room makes it shorter, a full one leaves it out. PagepoolError (UNAVAILABLE) if memd
+    goes meanwhile.
     """
     size = pool.info.block_size
-    wanted = min(-(-limits.max_batch_tokens // size), pool.info.num_blocks)
+    most = min(limits.max_batch_tokens, max_context)
+    wanted = min(-(-most // size), pool.info.num_blocks)
     grant = _table(pool, wanted) or _table(pool, 1)
     if grant is None:
         log.warning("no warm-up, since others hold the whole pool")
         return
-    length = min(len(grant.entries) * size, limits.max_batch_tokens)
+    length = min(len(grant.entries) * size, most)
     slots = slot_mapping(grant.entries, 0, length, size)
     model.forward(StepInput([0] * length, list(range(length)), slots, [length], [length], [grant.entries], []))
     for count in (1, limits.max_num_seqs):

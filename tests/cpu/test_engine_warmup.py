@@ -12,7 +12,7 @@ from inferd.warmup import warm_up
 from pagepool.errors import PagepoolError, Reason
 from tests.cpu.memory_pool import MemoryPool, TokenModel, make_pool
 
-LIMITS = Limits(max_batch_tokens=50, max_num_seqs=4)
+LIMITS, CONTEXT = Limits(max_batch_tokens=50, max_num_seqs=4), 1000
 
 
 def session(num_blocks: int) -> tuple[MemoryPool, TokenModel]:
@@ -23,7 +23,7 @@ def session(num_blocks: int) -> tuple[MemoryPool, TokenModel]:
 @pytest.mark.parametrize(("num_blocks", "length"), [(64, 50), (3, 24)])
 def test_it_runs_a_full_prefill_and_the_smallest_and_the_largest_decode(num_blocks: int, length: int) -> None:
     pool, model = session(num_blocks)
-    warm_up(pool, model, LIMITS)
+    warm_up(pool, model, LIMITS, CONTEXT)
     assert [len(step.token_ids) for step in model.steps] == [length, 1, 4]
     pool.pool.check()
     usage = pool.pool.usage()
@@ -34,11 +34,17 @@ def test_a_pool_with_little_room_makes_it_shorter_and_a_full_one_leaves_it_out()
     pool, model = session(4)
     lease = pool.pool.create_lease("neighbour", 1e6, 0.0).lease_id
     pool.pool.allocate_blocks(lease, 3, 0.0)
-    warm_up(pool, model, LIMITS)
+    warm_up(pool, model, LIMITS, CONTEXT)
     assert [len(step.token_ids) for step in model.steps] == [8, 1, 4]
     pool.pool.allocate_blocks(lease, 1, 0.0)
-    warm_up(pool, model, LIMITS)
+    warm_up(pool, model, LIMITS, CONTEXT)
     assert len(model.steps) == 3
+
+
+def test_no_position_lies_beyond_the_models_context() -> None:
+    pool, model = session(64)
+    warm_up(pool, model, LIMITS, max_context=20)
+    assert [max(step.positions) for step in model.steps] == [19, 19, 19]
 
 
 def test_a_memd_that_goes_meanwhile_is_reported_as_such() -> None:
@@ -46,5 +52,5 @@ def test_a_memd_that_goes_meanwhile_is_reported_as_such() -> None:
     pool.held = True
     pool.say(Lost("gone"))
     with pytest.raises(PagepoolError) as error:
-        warm_up(pool, model, LIMITS)
+        warm_up(pool, model, LIMITS, CONTEXT)
     assert error.value.reason is Reason.POOL_LOST
