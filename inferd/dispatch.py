@@ -64,8 +64,6 @@ class Dispatcher:
         self._send: Callable[[Any], None] | None = None
         self._streams: dict[int, TokenStream] = {}
         self._numbers = itertools.count(1)
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def open_requests(self) -> int:
@@ -75,8 +73,7 @@ class Dispatcher:
     def require_serving(self) -> None:
         """Raises DRAINING, ENGINE_STARTING or POOL_LOST unless a request can be taken."""
         if self.draining:
-            message = "the worker is stopping; try another one, or this one after a while"
-            raise PagepoolError(Reason.DRAINING, message, retry_after_s=DRAINING_RETRY_S)
+            raise _stopping()
         state = self.state
         if self._send is not None and state.phase == "serving":
             return
@@ -102,7 +99,6 @@ class Dispatcher:
         if not self._tell(dataclasses.replace(draft, request=stream.request)):
             raise self.starting()
         self._streams[stream.request] = stream
-        self._idle.clear()
         return stream
 
     def cancel(self, stream: TokenStream) -> None:
@@ -114,12 +110,6 @@ class Dispatcher:
         """The reader is gone: cancels what has not ended, and forgets the stream."""
         if self._streams.pop(stream.request, None) is not None:
             self.cancel(stream)
-        if not self._streams:
-            self._idle.set()
-
-    async def idle(self) -> None:
-        """Waits until no request is open."""
-        await self._idle.wait()
 
     def drain(self) -> None:
         """From now on no request is taken."""
@@ -136,8 +126,7 @@ class Dispatcher:
         self._send = None
         self._enter(dataclasses.replace(self.state, phase="stopped", detail=why, waiting=0, running=0, pool_epoch=0))
         for stream in self._streams.values():
-            message = f"the engine failed ({why}); retry elsewhere and look into the worker's log"
-            stream.finish(PagepoolError(Reason.ENGINE_FAILED, message, cause=why))
+            stream.finish(_stopping() if self.draining else _engine_failed(why))
 
     def receive(self, message: Any) -> None:
         """A message of the engine. Those for streams that are gone are ignored."""
@@ -176,6 +165,16 @@ class Dispatcher:
         except ConnectionError:
             return False
         return True
+
+
+def _stopping() -> PagepoolError:
+    message = "the worker is stopping; try another one, or this one after a while"
+    return PagepoolError(Reason.DRAINING, message, retry_after_s=DRAINING_RETRY_S)
+
+
+def _engine_failed(why: str) -> PagepoolError:
+    message = f"the engine failed ({why}); retry elsewhere and look into the worker's log"
+    return PagepoolError(Reason.ENGINE_FAILED, message, cause=why)
 
 
 def _error(failed: Failed) -> PagepoolError:

@@ -83,10 +83,10 @@ async def live(config: InferdConfig, launch: Callable[[], Awaitable[EngineLife]]
     """One life of the front, until `stop` is set. Raises PagepoolError if it cannot go on."""
     servers = Servers()
     async with AsyncExitStack() as undo:
-        undo.push_async_callback(servers.stop, STOP_GRACE_S)
-        servers.claim(config.listen)
         front = Front(config, servers, launch)
         undo.callback(front.service.close)
+        undo.push_async_callback(servers.stop, STOP_GRACE_S)
+        servers.claim(config.listen)
         await servers.open(lambda _: [Service(_SERVICE, front.service)])
         await front.run(stop)
     _log.info("inferd has stopped")
@@ -120,7 +120,8 @@ class Front:
                 task.cancel()
             results = await asyncio.gather(*tasks, return_exceptions=True)
         for result in results:
-            if isinstance(result, Exception):
+            # An engine that was told to stop while it started has failed nobody.
+            if isinstance(result, Exception) and not (stop.is_set() and isinstance(result, PagepoolError)):
                 raise result
 
     async def _drain(self) -> None:

@@ -38,6 +38,7 @@ from pagepool.errors import PagepoolError, Reason
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.inferd.v1.generation_service_pb2_grpc import GenerationServiceStub
 from pagepool.listen import UnixListener
+from pagepool.serve import Servers
 from pagepool.status import from_rpc_error
 
 CONTEXT = 120_000
@@ -323,6 +324,11 @@ BAD_REQUESTS = {
         Reason.PROMPT_TOO_LONG,
         "prompt",
     ),
+    "endless tokens": (
+        pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=[280] * (CONTEXT + 1))),
+        Reason.PROMPT_TOO_LONG,
+        "prompt",
+    ),
     "prompt and answer": (text_request(max_tokens=CONTEXT), Reason.PROMPT_TOO_LONG, "prompt"),
     "endless text": (text_request("x" * 60 * CONTEXT), Reason.PROMPT_TOO_LONG, "prompt"),
     "max_tokens 0": (text_request(max_tokens=0), INVALID, "max_tokens"),
@@ -600,6 +606,35 @@ async def test_a_request_that_outlasts_the_grace_ends_in_a_status(tmp_path: Path
         here.engine.send(Finished(submit.request, Ending.CANCELLED, used()))
         assert (await failure(call)).reason is Reason.DRAINING
         here.engine.exit(0)
+
+
+async def test_a_request_that_waits_for_memd_is_sent_elsewhere_when_the_worker_stops(
+    tmp_path: Path, folder: Path
+) -> None:
+    async with world(tmp_path, folder) as here:
+        call = here.stub.Generate(text_request())
+        assert (await call.read()).WhichOneof("event") == "started"
+        await here.engine.expect(Submit)
+        here.engine.send(EngineState("attaching", "memd is gone"))
+        await here.until_health_is(health_pb2.HealthCheckResponse.NOT_SERVING)
+        here.stop.set()
+        assert (await failure(call)).reason is Reason.DRAINING
+
+
+async def test_an_engine_that_the_same_signal_ends_while_it_starts_is_no_failure(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world(tmp_path, folder, ignore, EngineState("loading")) as here:
+        await here.launched.wait()
+
+        async def draining(_servers: Servers) -> None:
+            here.engine.exit(0)
+            await asyncio.sleep(0.2)
+
+        monkeypatch.setattr(Servers, "draining", draining)
+        here.stop.set()
+        await asyncio.wait([here.life], timeout=10)
+        assert here.life.exception() is None
 
 
 async def test_stopping_while_the_engine_starts_kills_it_at_once(tmp_path: Path, folder: Path) -> None:
