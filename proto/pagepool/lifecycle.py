@@ -8,14 +8,16 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 
-from pagepool.errors import PagepoolError
+from pagepool.errors import Code, PagepoolError
 
-EXIT_USAGE = 2
-"""Exit code of a daemon that could not start because of what it was told."""
+EXIT_FAILURE, EXIT_USAGE = 1, 2
+"""Exit codes of a daemon that failed, and of one that could not start because of what it was told: 2 is for good."""
+
+_TOLD_WRONG = frozenset({Code.INVALID_ARGUMENT, Code.FAILED_PRECONDITION})
 
 
 def run(program: str, serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:
-    """Runs the daemon; SIGTERM and SIGINT set the event. The exit code: 0, or EXIT_USAGE after a PagepoolError."""
+    """Runs the daemon; SIGTERM and SIGINT set the event. The exit code: 0, or what a PagepoolError comes to."""
 
     async def main() -> None:
         stop = asyncio.Event()
@@ -27,7 +29,7 @@ def run(program: str, serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:
         asyncio.run(main())
     except PagepoolError as error:
         sys.stderr.write(f"{program}: {error.message}\n")
-        return EXIT_USAGE
+        return EXIT_USAGE if error.code in _TOLD_WRONG else EXIT_FAILURE
     return 0
 
 

@@ -95,21 +95,26 @@ def _tcp_listener(text: str, host: str, port: int) -> TcpListener:
 
 
 def private_directory(path: Path) -> None:
-    """Makes the directory with mode 0700, or raises INVALID_FIELD if the existing one is not this user's alone."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    info = path.lstat()
+    """Makes the directory with mode 0700, or raises INVALID_FIELD if it cannot, or if it is not this user's alone."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        info = path.lstat()
+    except OSError as error:
+        limit = f"in a directory that can be made ({error.strerror})"
+        raise invalid_field("listen", path, limit, "choose a directory of your own") from error
     if not stat.S_ISDIR(info.st_mode):
         raise invalid_field("listen", path, "in a directory", "remove that file or choose another directory")
     if info.st_uid != os.getuid():
         limit = f"in a directory of user {os.getuid()}, and this one belongs to user {info.st_uid}"
         raise invalid_field("listen", path, limit, "choose a directory of your own")
     if mode := info.st_mode & 0o077:
-        limit = f"in a directory closed to others, and this one has mode {info.st_mode & 0o777:o}"
-        raise invalid_field(
-            "listen", path, limit, f"run `chmod 700 {path}` or choose another directory ({mode:o} is open)"
-        )
+        limit = f"in a directory closed to others, and this one has mode {stat.S_IMODE(info.st_mode):o}"
+        remedy = f"choose a directory of its own, such as {path / 'pagepool'}"
+        if not info.st_mode & stat.S_ISVTX:  # one that everybody shares, as /tmp, must stay open
+            remedy = f"run `chmod 700 {path}` or choose another directory ({mode:o} is open)"
+        raise invalid_field("listen", path, limit, remedy)
 
 
 class SocketClaim:
