@@ -16,7 +16,7 @@ from memd.clock import LivenessClock
 from memd.config import MemdConfig, load_config, notify_address
 from memd.core.errors import InvariantError
 from memd.core.pool import Pool
-from memd.device.host import HostSlab, default_pool_bytes, remove_stale_slabs
+from memd.device.host import HostSlab, default_pool_bytes, living_bytes, remove_stale_slabs
 from memd.device.locks import LeaseLocks
 from memd.messages import read_geometry
 from memd.service import MemdLife, PoolService
@@ -32,6 +32,7 @@ from pagepool.serve import Servers
 
 TICK_S = 0.1
 STOP_GRACE_S = 0.5
+FORMER_WORKERS_S, FORMER_POLL_S, SWEEP_S = 10.0, 0.2, 10.0
 LEASE_DIRECTORY = "leases"
 
 _log = structlog.get_logger("memd")
@@ -67,6 +68,7 @@ async def _live(config: MemdConfig, stop: asyncio.Event) -> None:
         ticking = asyncio.create_task(daemon.sessions.keep_time(TICK_S))
         ticking.add_done_callback(daemon.ticking_ended)
         undo.callback(ticking.cancel)
+        undo.callback(asyncio.create_task(_keep_sweeping(config.slab_dir)).cancel)
         await servers.serving()
         _log.info("memd is ready", listen=servers.addresses, epoch=daemon.pool.epoch, slab=str(slab.path))
         sys.stdout.write(f"memd is ready: {' '.join(servers.addresses)}\n")
@@ -75,17 +77,40 @@ async def _live(config: MemdConfig, stop: asyncio.Event) -> None:
         await stop.wait()
         sd_notify("STOPPING=1", notify_address())
         await servers.draining()
+        daemon.raise_failure()  # nothing more is done with a pool that contradicts itself
         await daemon.sessions.drain(config.drain_grace)
     daemon.raise_failure()
     _log.info("memd has stopped")
 
 
 async def _slab(config: MemdConfig, stop: asyncio.Event) -> HostSlab | None:
-    """The slab, or None if memd is to stop already."""
-    for stale in remove_stale_slabs(config.slab_dir):
+    """The slab, or None if memd is to stop already. Waits a while for memory that a former memd's workers still map."""
+    deadline = time.monotonic() + FORMER_WORKERS_S
+    while not stop.is_set():
+        held = _sweep(config.slab_dir)
+        size = config.pool_bytes or default_pool_bytes(config.slab_dir)
+        try:
+            return await asyncio.to_thread(HostSlab.create, config.slab_dir, size, lambda: not stop.is_set())
+        except PagepoolError as error:
+            if not held or time.monotonic() > deadline:
+                raise
+            _log.warning("waiting for the memory of other slabs", held_bytes=held, why=error.message)
+        await asyncio.sleep(FORMER_POLL_S)
+    return None
+
+
+def _sweep(slab_dir: Path) -> int:
+    """Removes the slabs that nobody has any more; the bytes of those that somebody still has."""
+    for stale in remove_stale_slabs(slab_dir):
         _log.info("removed the slab of a memd that is gone", path=str(stale))
-    size = config.pool_bytes or default_pool_bytes(config.slab_dir)
-    return await asyncio.to_thread(HostSlab.create, config.slab_dir, size, lambda: not stop.is_set())
+    return living_bytes(slab_dir)
+
+
+async def _keep_sweeping(slab_dir: Path) -> None:
+    """Until cancelled: what workers of a former memd let go of late must not cost memory for good."""
+    while True:
+        await asyncio.sleep(SWEEP_S)
+        _sweep(slab_dir)
 
 
 class Memd:

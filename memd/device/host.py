@@ -64,6 +64,15 @@ def remove_stale_slabs(directory: Path) -> list[Path]:
     return [path for path in directory.glob(f"{_prefix()}*.slab") if _remove_if_stale(path)]
 
 
+def living_bytes(directory: Path) -> int:
+    """Bytes of this user's slabs in the directory."""
+    total = 0
+    for path in directory.glob(f"{_prefix()}*.slab"):
+        with suppress(FileNotFoundError):  # its memd has just stopped
+            total += path.stat().st_size
+    return total
+
+
 def _remove_if_stale(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
@@ -15,12 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from memd import daemon
 from memd.clock import LivenessClock
+from memd.config import MemdConfig
 from memd.device import host
 from memd.device.host import HostSlab, default_pool_bytes, remove_stale_slabs
 from memd.device.locks import LeaseLocks
 from pagepool.errors import PagepoolError, Reason
-from pagepool.lifecycle import sd_notify
+from pagepool.lifecycle import run, sd_notify
 from pagepool.listen import SocketClaim, private_directory
 
 
@@ -195,6 +198,65 @@ class TestLeaseLocks:
         os.close(descriptor)
 
 
+def little_room(monkeypatch: pytest.MonkeyPatch, shm: Path, room: int) -> None:
+    """A file system for slabs with so many bytes in all."""
+    monkeypatch.setattr(host, "_free_bytes", lambda _: room - sum(path.stat().st_size for path in shm.iterdir()))
+
+
+async def test_a_memd_that_comes_back_waits_for_the_memory_that_workers_still_map(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "FORMER_POLL_S", 0.01)
+    little_room(monkeypatch, shm, 3 << 20)
+    worker = lock_of_a_worker(make_slab(shm, 2 << 20))
+    config = MemdConfig(slab_dir=shm, pool_bytes=2 << 20)
+    coming = asyncio.create_task(daemon._slab(config, asyncio.Event()))
+    await asyncio.sleep(0.1)
+    assert not coming.done()
+    os.close(worker)
+    slab = await asyncio.wait_for(coming, 5)
+    assert slab is not None
+    assert slabs(shm) == [slab.path]
+    slab.close()
+
+
+async def test_what_would_not_fit_into_an_empty_directory_is_refused_at_once(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    little_room(monkeypatch, shm, 1 << 20)
+    with pytest.raises(PagepoolError, match="--pool-bytes"):
+        await asyncio.wait_for(daemon._slab(MemdConfig(slab_dir=shm, pool_bytes=2 << 20), asyncio.Event()), 1)
+
+
+async def test_a_slab_that_its_last_worker_lets_go_later_is_removed_in_time(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "SWEEP_S", 0.01)
+    worker = lock_of_a_worker(make_slab(shm))
+    sweeping = asyncio.create_task(daemon._keep_sweeping(shm))
+    await asyncio.sleep(0.1)
+    assert slabs(shm)
+    os.close(worker)
+    for _ in range(500):
+        await asyncio.sleep(0.01)
+        if not slabs(shm):
+            break
+    sweeping.cancel()
+    assert not slabs(shm)
+
+
+def slabs(shm: Path) -> list[Path]:
+    return list(shm.iterdir())
+
+
+def lock_of_a_worker(slab: HostSlab) -> int:
+    """A worker's hold on a slab whose memd was killed."""
+    held = os.open(slab.path, os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    os.close(slab._descriptor)
+    return held
+
+
 class TestSocketClaim:
     def test_makes_a_private_directory(self, tmp_path: Path) -> None:
         claim = SocketClaim(tmp_path / "run" / "x.sock")
@@ -206,6 +268,17 @@ class TestSocketClaim:
         (tmp_path / "open").chmod(0o755)
         with pytest.raises(PagepoolError, match=r"mode 755; run `chmod 700 .*open`"):
             SocketClaim(tmp_path / "open" / "x.sock")
+
+    def test_a_directory_that_everybody_shares_is_not_to_be_closed(self, tmp_path: Path) -> None:
+        (tmp_path / "tmp").mkdir()
+        (tmp_path / "tmp").chmod(0o1777)
+        with pytest.raises(PagepoolError, match=r"mode 1777; choose a directory of its own, such as .*/tmp/pagepool"):
+            SocketClaim(tmp_path / "tmp" / "x.sock")
+
+    def test_a_directory_that_cannot_be_made_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(PagepoolError, match=r"can be made .*choose a directory of your own"):
+            SocketClaim(tmp_path / "file" / "run" / "x.sock")
 
     def test_a_directory_of_another_user_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         private_directory(tmp_path / "theirs")
@@ -263,3 +336,17 @@ def test_systemd_is_told_on_its_socket_and_nobody_without_one(tmp_path: Path) ->
         notified.bind(str(tmp_path / "notify"))
         sd_notify("READY=1", str(tmp_path / "notify"))
         assert notified.recv(64) == b"READY=1"
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [(Reason.INVALID_FIELD, 2), (Reason.GEOMETRY_MISMATCH, 2), (Reason.ENGINE_FAILED, 1), (Reason.POOL_LOST, 1)],
+)
+def test_only_what_a_daemon_was_told_wrong_is_worth_no_second_try(
+    reason: Reason, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def serve(_stop: asyncio.Event) -> None:
+        raise PagepoolError(reason, "words")
+
+    assert run("program", serve) == code
+    assert capsys.readouterr().err == "program: words\n"

@@ -15,7 +15,7 @@ from pagepool.errors import PagepoolError, Reason
 from pagepool.handlers import Service, Stream
 from pagepool.listen import UnixListener
 from pagepool.memd.v1 import pool_service_pb2 as pb
-from pagepool.memd.v1 import pool_service_pb2_grpc, worker_service_pb2, worker_service_pb2_grpc
+from pagepool.memd.v1 import pool_service_pb2_grpc, types_pb2, worker_service_pb2, worker_service_pb2_grpc
 from pagepool.serve import Servers
 from pagepool.status import from_rpc_error
 
@@ -98,14 +98,17 @@ async def test_a_foreseen_failure_is_told_to_nobody_but_the_caller(failing: tupl
     assert told == []
 
 
-def test_a_pool_that_contradicts_itself_ends_memd(start_memd: Callable[..., Any], private_dir: Path) -> None:
+def test_a_pool_that_contradicts_itself_ends_memd_at_once(
+    start_memd: Callable[..., Any], raw_worker_of: Any, geometry: types_pb2.Geometry, private_dir: Path
+) -> None:
     (private_dir / "sitecustomize.py").write_text(
         "import memd.core.pool\n"
         "from memd.core.errors import InvariantError\n"
         "def broken(self): raise InvariantError('planted')\n"
         "memd.core.pool.Pool.usage = broken\n"
     )
-    memd = start_memd(environ={"PYTHONPATH": str(private_dir)})
+    memd = start_memd("--drain-grace", "60s", "--heartbeat-timeout", "60s", environ={"PYTHONPATH": str(private_dir)})
+    raw_worker_of(memd).hello(geometry)
     with pytest.raises(grpc.RpcError) as caught:
         memd.pool().GetPool(pb.GetPoolRequest())
     assert from_rpc_error(caught.value).reason is Reason.INTERNAL_ERROR
