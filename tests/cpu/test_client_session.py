@@ -313,6 +313,20 @@ def test_an_end_that_memd_gives_a_reason_for_is_final(memd: ScriptedMemd, sessio
     assert session.steps_sent == 0
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_keeper_that_fails_takes_the_lease_with_it(
+    memd: ScriptedMemd, session: PoolSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_path: Path) -> bool:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("pagepool_client.attach_line._listening", fail)
+    memd.tell(grpc.StatusCode.UNAVAILABLE)
+    (lost,) = events(session)
+    assert isinstance(lost, Lost)
+    assert "can't start new thread" in lost.message
+
+
 def test_the_death_of_memd_is_known_within_two_seconds(memd: ScriptedMemd, session: PoolSession) -> None:
     memd.timeout_s = 60.0
     begun = time.monotonic()

@@ -83,6 +83,10 @@ class LeaseKeeper:
                 self._attention.clear()
         except PagepoolError as error:
             self._line.lost(error.message)
+        except Exception as error:
+            # A worker that went on with a lease that nobody keeps would wait for ever.
+            self._line.lost(f"its lease can be kept no longer ({type(error).__name__}: {error})")
+            raise
 
     def _turn(self) -> float:
         """One look at the lease; how long to rest after it. Raises PagepoolError when the lease is lost."""
