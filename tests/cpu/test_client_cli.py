@@ -130,11 +130,14 @@ def test_generate_takes_a_chat_message_from_stdin_and_prints_json(inferd: Script
     assert not inferd.requests[0].sampling.HasField("temperature")
 
 
-def test_ctrl_c_cancels_generate_on_the_server_and_exits_130(inferd: ScriptedInferd, start: Start) -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_or_a_closed_terminal_cancels_generate_on_the_server_and_exits_130(
+    inferd: ScriptedInferd, start: Start, end: signal.Signals
+) -> None:
     process = start("generate", "endless")
     assert process.stdout is not None
     assert process.stdout.read(3) == "END"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(end)
     assert process.wait(10) == 130
     assert inferd.cancelled.wait(5)
     assert process.stderr is not None

@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a model may say what the locale cannot
     terminal = Terminal()
     args = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _interrupt)
     try:
         code: int = args.run(args, terminal)
     except PagepoolError as error:
