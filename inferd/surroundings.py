@@ -1,4 +1,4 @@
-"""What an engine is wired to: a model over a pool, and the way to the front. `inferd.engine_process` wires it."""
+"""What an engine is wired to: a model over a pool, and the way to the front. `inferd.engine_setup` wires it."""
 
 from __future__ import annotations
 

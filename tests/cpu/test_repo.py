@@ -104,7 +104,7 @@ def test_every_test_function_can_fail() -> None:
             or (isinstance(part, ast.Attribute) and (part.attr in names or part.attr.startswith("assert")))
             or (
                 isinstance(part, ast.Name)
-                and (part.id in names or part.id.startswith(("assert", "expect", "run_state")))
+                and (part.id in names or part.id.startswith(("assert", "check_", "expect", "run_state")))
             )
             for part in ast.walk(node)
         )
@@ -134,6 +134,13 @@ def test_the_base_install_needs_neither_torch_nor_numpy(module: str) -> None:
     script = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); import {module}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_inferd_on_the_base_install_says_what_to_install() -> None:
+    script = "import sys; sys.modules['tokenizers'] = None; from inferd.__main__ import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "inferd: tokenizers is not installed; run `pip install 'pagepool[inferd]'`\n"
 
 
 def test_docs_name_only_make_targets_and_commands_that_exist() -> None:
