@@ -50,6 +50,9 @@ class ScriptedInferd(inferd_grpc.GenerationServiceServicer):
         self.requests.append(request)
         if request.max_tokens < 0:
             abort(context, PagepoolError(Reason.INVALID_FIELD, "max_tokens is -1", field="max_tokens"))
+        if request.text.text != "three":
+            # Before the first answer: grpc does not come back for more of a call that is cancelled upon it.
+            note_end(context, self.cancelled)
         started = inferd_pb.GenerateStarted(request_id="r", prompt_tokens=2)
         yield inferd_pb.GenerateResponse(started=started)
         if request.text.text == "three":
@@ -59,7 +62,6 @@ class ScriptedInferd(inferd_grpc.GenerationServiceServicer):
             finished = inferd_pb.GenerateFinished(reason=inferd_pb.FINISH_REASON_STOP, usage=usage)
             yield inferd_pb.GenerateResponse(finished=finished)
             return
-        note_end(context, self.cancelled)
         while context.is_active():
             yield inferd_pb.GenerateResponse(tokens=inferd_pb.GenerateTokens(text="x", token_ids=[1]))
             time.sleep(0.002)
