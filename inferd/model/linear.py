@@ -1,12 +1,8 @@
 """How projections are multiplied on a CPU: nn.Linear's products, by the routine that is fastest for the shape.
 
-Measured on AVX2 cores, one thread, CPU ms of a whole decode step of SmolLM2-135M at a context of 600:
-
-    merged and multiplied as here / model's own modules    1 row 104 / 106    4 rows 114 / 165    16 rows 233 / 256
-    the same in bf16                                                                              16 rows 259 / 615
-
-PyTorch's bf16 product of several rows is scalar there, so weights are widened to float32, piece by piece. MKL's float32
-product likes the weights as its left operand for a few rows, and pieces of them for many.
+On cores with AVX2 only, PyTorch's bf16 product of several rows is scalar; widening the weights to float32, piece by
+piece, more than halves a decode step of 16 streams. MKL's float32 product likes the weights as its left operand for a
+few rows, and pieces of them for many.
 """
 
 from __future__ import annotations
