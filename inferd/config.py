@@ -52,8 +52,8 @@ class InferdConfig:
     )
     threads: int = setting("threads of the engine's arithmetic (default: one per core)", parse_positive, default=0)
     spin: str = setting(
-        "whether those threads wait for each other awake: on is fastest on an idle machine and slowest on a busy one; "
-        "auto: on if a core is left for the others",
+        "whether those threads wait for each other awake: on is fastest on an idle machine, off on one whose cores "
+        "others use too; auto: awake for a moment, then asleep",
         choice(*SPINS),
         default="auto",
     )
@@ -87,18 +87,18 @@ def load_config(argv: Sequence[str]) -> Loaded[InferdConfig]:
         threads=given.threads or cores,
         cache_dir=given.cache_dir or _cache_dir(),
     )
-    spin = config.spin if config.spin != "auto" else "on" if config.threads < cores else "off"
-    return replace(loaded, config=replace(config, spin=spin))
+    return replace(loaded, config=config)
 
 
 def engine_environment(config: InferdConfig) -> dict[str, str]:
     """The environment of an engine process: OpenMP reads its settings before any of our code runs.
 
-    Threads that wait awake save a third of a step on an idle machine, and stall it forty times over where a neighbour
-    takes a core.
+    Threads that wait awake are faster on an idle machine, and stall a step forty times over where a neighbour takes a
+    core. "auto" leaves it to OpenMP, which waits awake for some milliseconds.
     """
     threads = str(config.threads)
-    waiting = {"OMP_WAIT_POLICY": "ACTIVE"} if config.spin == "on" else {"OMP_WAIT_POLICY": "PASSIVE"}
+    policy = {"on": "ACTIVE", "off": "PASSIVE"}.get(config.spin)
+    waiting = {} if policy is None else {"OMP_WAIT_POLICY": policy}
     return {
         **os.environ,
         **waiting,

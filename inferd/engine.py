@@ -97,6 +97,8 @@ class Engine:
         try:
             if self._stop_at is not None:
                 raise _draining()
+            if self._attachment is None and self._warm:
+                raise _pool_lost("the worker is not attached to memd")
             sequence = Sequence(submit, now)
             self._scheduler.add(sequence)
         except PagepoolError as error:
@@ -181,9 +183,10 @@ class Engine:
         assert self._attachment is not None
         log.warning("pool lost", why=why, epoch=self._attachment.pool.info.epoch)
         for sequence in self._scheduler.lose():
-            message = f"the pool is lost, and the request's KV with it: {why}; retry"
-            error = PagepoolError(Reason.POOL_LOST, message, retry_after_s=1.0, why=why)
-            self._forget(sequence, failed(sequence.request, error))
+            self._forget(sequence, failed(sequence.request, _pool_lost(why)))
+        # Nobody knows when memd comes back, so those that wait are told too, instead of being kept for ever.
+        for sequence in list(self._scheduler.waiting):
+            self._fail(sequence, _pool_lost(why))
         self._attachment.close()
         self._attachment = self._detach_at = None
         self._attach_at = now
@@ -268,6 +271,11 @@ class Engine:
 def failed(request: int, error: PagepoolError) -> Failed:
     """The message that carries an error; request 0 is the engine itself."""
     return Failed(request, str(error.reason), error.message, error.field, error.retry_after_s, error.metadata)
+
+
+def _pool_lost(why: str) -> PagepoolError:
+    message = f"the pool is lost, and the KV of all requests with it: {why}; retry"
+    return PagepoolError(Reason.POOL_LOST, message, retry_after_s=1.0, why=why)
 
 
 def _draining() -> PagepoolError:

@@ -134,15 +134,16 @@ class Prompts:
         return [self.shared + self._next(MANY["own"]) for _ in range(MANY["requests"])]
 
 
-def compare(peer: Peer, client: InferenceClient, dtype: str) -> None:
+def compare(peer: Peer, client: InferenceClient, dtype: str, rounds: int) -> None:
     """Alternate the two sides and print their medians and ratios."""
     prompts = Prompts(client)
     our_rate(client, [prompts.many()[0]], 1)  # the one earlier request that warms the prefix
+    for _ in range(2):
+        peer.rate(prompts.one(), 8)
+        our_rate(client, prompts.one(), 8)
     for kind, label, new in (("one", "1 stream", ONE["new"]), ("many", "16 streams, 512 shared", MANY["new"])):
         make = getattr(prompts, kind)
-        peer.rate(make(), 8)
-        our_rate(client, make(), 8)
-        pairs = [(peer.rate(batch, new), our_rate(client, batch, new)) for batch in (make() for _ in range(ROUNDS))]
+        pairs = [(peer.rate(batch, new), our_rate(client, batch, new)) for batch in (make() for _ in range(rounds))]
         theirs, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
         ratio = statistics.median(b / a for a, b in pairs)
         print(f"{dtype:9} {label:24} {theirs:8.1f} {ours:9.1f} {ratio:8.2f}   {verdict(ratio, BOUNDS[kind])}")
@@ -152,7 +153,7 @@ def compare(peer: Peer, client: InferenceClient, dtype: str) -> None:
     print(f"{dtype:9} unary calls to memd in {seen.steps} steps: {seen.unary_calls}   (bound: 0)")
 
 
-def against_transformers(dtype: str, threads: int) -> None:
+def against_transformers(dtype: str, threads: int, rounds: int) -> None:
     """One dtype, both sides."""
     from inferd.model.source import resolve
 
@@ -164,7 +165,7 @@ def against_transformers(dtype: str, threads: int) -> None:
         daemons.inferd(place, *flags) as (client, _),
         transformers_peer(folder, dtype, threads) as peer,
     ):
-        compare(peer, client, dtype)
+        compare(peer, client, dtype, rounds)
 
 
 def hardware() -> str:
@@ -180,13 +181,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("memd", "float32", "bfloat16"))
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
-    print(f"{hardware()}; {options.threads} threads each side\n")
+    print(f"{hardware()}; {options.threads} threads each side, {options.rounds} rounds\n")
     if options.only != "memd":
         print(f"tokens/s {'':25} transformers  pagepool    ratio")
     for dtype in ("float32", "bfloat16"):
         if options.only in (None, dtype):
-            against_transformers(dtype, options.threads)
+            against_transformers(dtype, options.threads, options.rounds)
     if options.only in (None, "memd"):
         print("\nmemd alone")
         memd_load.report()

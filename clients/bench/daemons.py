@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
 from pagepool.errors import PagepoolError
 from pagepool_client import InferenceClient, PoolClient
 
@@ -48,6 +51,18 @@ def wait_for(ready: object, child: subprocess.Popen[bytes], log: Path) -> None:
     raise SystemExit(f"{log.name} is not ready:\n{log.read_text()[-2000:]}")
 
 
+def serving(target: str) -> bool:
+    """Whether the standard health service says SERVING, which it does after the warm-up."""
+    with grpc.insecure_channel(target) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        try:
+            return bool(
+                check(health_pb2.HealthCheckRequest(), timeout=5).status == health_pb2.HealthCheckResponse.SERVING
+            )
+        except grpc.RpcError:
+            return False
+
+
 @contextmanager
 def memd(place: Path, *flags: str) -> Iterator[tuple[PoolClient, subprocess.Popen[bytes]]]:
     """A memd and its client."""
@@ -63,5 +78,5 @@ def inferd(place: Path, *flags: str) -> Iterator[tuple[InferenceClient, subproce
     target, log = f"unix:{place}/inferd.sock", place / "inferd.log"
     sockets = ("--listen", target, "--memd", f"unix:{place}/memd.sock")
     with daemon("inferd", log, *sockets, *flags) as child, InferenceClient(target) as client:
-        wait_for(lambda: client.model().pool_epoch, child, log)
+        wait_for(lambda: serving(target), child, log)
         yield client, child

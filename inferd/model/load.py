@@ -61,7 +61,7 @@ def load_model(
     that share an input as one. Raises PagepoolError if the model is refused.
     """
     name = name or str(folder)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = _config(name, folder)
     check_config(name, config)
     chosen = choose_dtype(dtype, getattr(config, "dtype", None))
     tell(f"loading {name} as {str(chosen).removeprefix('torch.')}")
@@ -69,6 +69,16 @@ def load_model(
     if served.limit_reason:
         tell(f"sequences of {name} are limited to {served.max_context} tokens: {served.limit_reason}")
     return served
+
+
+def _config(name: str, folder: Path) -> PretrainedConfig:
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        way_out = "mend its config.json, or install a transformers that knows the architecture"
+        raise refuse(name, f"transformers cannot read its config: {reason}", way_out) from error
+    return config
 
 
 def _weights(name: str, folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -9,11 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
+import structlog
 from tokenizers import Tokenizer as Backend
 
 from inferd.text.detokenizer import ByteDetokenizer, Detokenizer, Spelling, WindowDetokenizer
 from inferd.text.template import ChatTemplate, Message
 from pagepool.errors import PagepoolError, Reason
+
+_log = structlog.get_logger(__name__)
 
 TOKENIZER_FILE, CHAT_FILE = "tokenizer.json", "chat.json"
 
@@ -53,7 +57,7 @@ class Tokenizer:
     def load(cls, folder: Path) -> Tokenizer:
         """Reads `tokenizer.json` and `chat.json`; raises OSError or ValueError if they are not what export writes."""
         chat = json.loads((folder / CHAT_FILE).read_text())
-        template = ChatTemplate(chat["template"], chat["special_tokens"]) if chat["template"] is not None else None
+        template = _chat_template(chat["template"], chat["special_tokens"])
         backend = Backend.from_file(str(folder / TOKENIZER_FILE))
         backend.no_padding()
         backend.no_truncation()
@@ -188,3 +192,14 @@ def _split_marked(text: str, left: str, right: str) -> Iterator[tuple[str, bool]
     for position, part in enumerate(re.split(f"{left}([^{left}{right}]*){right}|[{left}{right}]", text)):
         if part:
             yield part, position % 2 == 1
+
+
+def _chat_template(source: str | None, special_tokens: dict[str, str]) -> ChatTemplate | None:
+    """A model whose template is broken can still continue texts."""
+    if source is None:
+        return None
+    try:
+        return ChatTemplate(source, special_tokens)
+    except jinja2.TemplateError as error:
+        _log.warning("the model's chat template does not compile, so chat is refused", why=str(error))
+        return None

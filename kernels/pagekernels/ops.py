@@ -1,7 +1,7 @@
 """The operations on a paged KV pool, the same on every device.
 
-`twin.py` is the plain NumPy oracle, `cpu.py` the numba implementation; both satisfy `PagedOps`. Arrays are numpy arrays
-on the CPU; 16-bit formats travel as uint16 bit patterns (bf16, f16), f32 as float32.
+`twin.py` is the plain NumPy oracle, `cpu/ops.py` the numba implementation; both satisfy `PagedOps`. Arrays are numpy
+arrays on the CPU; 16-bit formats travel as uint16 bit patterns (bf16, f16), f32 as float32.
 """
 
 from __future__ import annotations

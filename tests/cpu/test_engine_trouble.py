@@ -58,7 +58,7 @@ def test_an_empty_prompt_is_refused_though_the_front_should_have() -> None:
 # -- memd goes
 
 
-def test_when_the_pool_is_lost_what_ran_fails_what_waited_runs_and_the_engine_comes_back() -> None:
+def test_when_the_pool_is_lost_every_request_fails_at_once_and_the_engine_comes_back() -> None:
     rig = Rig(limits=Limits(max_num_seqs=2))
     for request in range(4):
         rig.submit(request, [request, 1, 2], 10)
@@ -69,14 +69,16 @@ def test_when_the_pool_is_lost_what_ran_fails_what_waited_runs_and_the_engine_co
     old.lose()
     rig.turn()
     assert rig.closed == [old]
-    for request in (0, 1):
+    rig.submit(4, [4], 2)
+    rig.turn()
+    for request in range(5):
         assert (rig.failed(request).reason, rig.failed(request).retry_after_s) == ("POOL_LOST", 1.0)
-    assert rig.end(2) is None
     for _ in range(3):
         rig.now += 1
         rig.settle()
-    assert rig.generated(2) == continuation([2, 1, 2], 10, GREEDY)
-    assert rig.finished(3)
+    rig.submit(5, [5, 1, 2], 10)
+    rig.settle()
+    assert rig.generated(5) == continuation([5, 1, 2], 10, GREEDY)
     assert rig.phases == ["warming_up", "serving", "attaching", "serving"]
     assert [state.pool_epoch for state in rig.sent if isinstance(state, EngineState)][-1] == 8
     assert rig.warmed_up == 1
@@ -137,12 +139,14 @@ def test_a_memd_that_drains_gets_its_pool_back_when_the_running_requests_are_don
     rig.refusals = [gone()]
     rig.settle()
     assert rig.generated(1) == continuation([1, 2, 3], 6, GREEDY)
-    assert rig.end(2) is None
+    assert rig.failed(2).reason == "POOL_LOST"
     assert rig.closed == [rig.session]
     rig.check_nothing_held()
     rig.now += 1
     rig.settle()
-    assert rig.finished(2)
+    rig.submit(3, [4, 5], 2)
+    rig.settle()
+    assert rig.finished(3)
 
 
 def test_a_memd_that_drains_waits_no_longer_than_it_said() -> None:

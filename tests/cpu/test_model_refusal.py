@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, T5Config
 
 from inferd.model import capability
-from inferd.model.load import choose_dtype, prepare
+from inferd.model.load import choose_dtype, load_model, prepare
 from pagepool.errors import PagepoolError, Reason
 from tests.cpu.model_configs import BASE, GPT2, GQA, random_model
 
@@ -136,3 +137,11 @@ def test_gpt2s_convolutions_by_name_are_no_obstacle() -> None:
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING["gpt2"](**GPT2))
 
     assert len(prepare("gpt2", model).geometry.shapes) == 2
+
+
+@pytest.mark.parametrize("config", ['{"model_type": "no_such_architecture"}', "{not json"])
+def test_a_config_that_transformers_cannot_read_is_a_refusal(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(PagepoolError, match="transformers cannot read its config") as caught:
+        load_model(tmp_path)
+    assert caught.value.reason is Reason.INVALID_FIELD

@@ -168,6 +168,14 @@ def test_a_template_that_breaks_is_a_refusal(source: str) -> None:
     assert caught.value.reason is Reason.CHAT_TEMPLATE_REFUSED
 
 
+def test_a_template_that_does_not_compile_costs_the_chat_and_not_the_model(exported: Path, tmp_path: Path) -> None:
+    (tmp_path / TOKENIZER_FILE).write_bytes((exported / TOKENIZER_FILE).read_bytes())
+    (tmp_path / CHAT_FILE).write_text(json.dumps({"template": "{% for %}", "special_tokens": {}}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert not tokenizer.has_chat_template
+    assert tokenizer.decode(tokenizer.encode("still here")) == "still here"
+
+
 def test_a_model_without_a_template_says_so(exported: Path, tmp_path: Path) -> None:
     (tmp_path / TOKENIZER_FILE).write_text((exported / TOKENIZER_FILE).read_text())
     (tmp_path / CHAT_FILE).write_text(json.dumps({"template": None, "special_tokens": {}}))

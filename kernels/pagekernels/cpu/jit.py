@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -34,8 +35,9 @@ def drop_stale_kernels(folder: Path) -> None:
     """Delete kept kernels older than the newest source: numba itself looks only at the entry point's own file."""
     newest = max(source.stat().st_mtime for source in folder.glob("*.py"))
     for index in folder.glob("__pycache__/*.nbi"):
-        if index.stat().st_mtime < newest:
-            index.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another engine that starts now may have been first
+            if index.stat().st_mtime < newest:
+                index.unlink()
 
 
 def read_only(dtype: Any, ndim: int) -> Any:

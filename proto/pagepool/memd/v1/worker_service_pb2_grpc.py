@@ -56,7 +56,7 @@ class WorkerServiceServicer:
         Detach ends the lease in order. The stream is never ended by age.
         INVALID_ARGUMENT / MALFORMED_REQUEST: the bytes do not parse; mend the client.
         INVALID_ARGUMENT / INVALID_FIELD: the geometry is not possible with memd's block size or pool size, the lock
-        file is not a locked file in memd's directory, or a step breaks the protocol; mend the worker.
+        file is not a locked file in memd's directory; mend the worker.
         FAILED_PRECONDITION / GEOMETRY_MISMATCH: the pool belongs to another geometry or other weights, named with both
         values; use those weights, or another memd.
         FAILED_PRECONDITION / LEASE_LOST: no heartbeat in time; stop using the mapping, drop the lock, attach anew.
