@@ -77,6 +77,23 @@ def test_grpcurl_streams_an_answer_without_proto_files(worker: Worker, listener:
     assert sum(len(event["tokens"]["token_ids"]) for event in events[1:-1]) == 4
 
 
+@pytest.mark.parametrize("listener", ["unix", "tcp"])
+def test_grpcurl_lists_describes_and_checks_a_worker(worker: Worker, listener: str, tmp_path: Path) -> None:
+    grpcurl = shutil.which("grpcurl", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert grpcurl
+    address = ["-unix", worker.target.removeprefix("unix:")] if listener == "unix" else [worker.tcp]
+
+    def told(*words: str) -> str:
+        command = [grpcurl, "-plaintext", *address, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=True)
+        return done.stdout
+
+    assert {"pagepool.inferd.v1.GenerationService", "grpc.health.v1.Health"} <= set(told("list").split())
+    assert "rpc Generate" in told("describe", "pagepool.inferd.v1.GenerationService")
+    assert "EngineCounters" in told("describe", "pagepool.inferd.v1.GetModelResponse")
+    assert "SERVING" in told("grpc.health.v1.Health/Check")
+
+
 def test_grpcurl_shows_the_field_at_fault(worker: Worker) -> None:
     grpcurl = shutil.which("grpcurl", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert grpcurl
