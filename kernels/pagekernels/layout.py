@@ -20,8 +20,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-LAYOUT_VERSION = 1
-"""Version of the byte order above: linear rows, no swizzle."""
+LAYOUT_LINEAR, LAYOUT_SWIZZLED = 1, 2
+"""Versions of the byte order: 1 as above, for host memory; 2, for CUDA, with the chunks of a row swizzled.
+
+In version 2 a row is stored in chunks of 16 bytes, and chunk c of token row r of a block lies where chunk
+`c ^ swizzle(r)` would: reads of one chunk of several rows, as tensor cores want them, then meet different banks of
+shared memory although a block is copied there as one run. Only rows whose length is a multiple of 128 bytes (8 chunks)
+are swizzled; others are linear in both versions, as are FP8 rows of fewer bytes.
+"""
+
+LAYOUT_VERSION = LAYOUT_LINEAR
+"""The version that shared memory on the host has."""
 
 UNIT_ALIGNMENT = 128
 """Bytes; keeps every unit on a boundary of a cache line and of a 16-byte vector load."""
@@ -63,6 +72,7 @@ class PagedLayout:
     block_size: int
     layers: tuple[LayerShape, ...]
     format: Format
+    version: int = LAYOUT_LINEAR
 
     def __post_init__(self) -> None:
         size = self.block_size
@@ -70,6 +80,8 @@ class PagedLayout:
             raise ValueError(
                 f"block_size is {size}, but must be a power of two from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
             )
+        if self.version not in (LAYOUT_LINEAR, LAYOUT_SWIZZLED):
+            raise ValueError(f"version is {self.version}, but must be {LAYOUT_LINEAR} or {LAYOUT_SWIZZLED}")
         if not self.layers:
             raise ValueError("layers is empty, but a model that stores KV has at least one")
         for index, layer in enumerate(self.layers):
@@ -114,6 +126,11 @@ class PagedLayout:
     def block_bytes(self) -> int:
         """Bytes of one block of the native format."""
         return self.unit_bytes * self.units_per_block
+
+
+def swizzle(row: int, row_bytes: int) -> int:
+    """What the chunk numbers of token row `row` of a block are XORed with in LAYOUT_SWIZZLED."""
+    return (row & 1) << 2 | (row >> 1) & 3 if row_bytes % 128 == 0 else 0
 
 
 def pack_entry(fmt: Format, slab: int, unit: int) -> int:
