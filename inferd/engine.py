@@ -19,7 +19,7 @@ from inferd.core.ports import Capacity, Draining, Grant, Lost, Refusal
 from inferd.core.scheduler import Limits, Plan, Scheduler
 from inferd.core.sequence import Phase, Sequence
 from inferd.engine_state import StateReporter
-from inferd.sampler import Row, sample
+from inferd.sampler import Row
 from inferd.surroundings import Attachment, Model, Surroundings
 from pagepool.errors import Code, PagepoolError, Reason
 
@@ -197,13 +197,11 @@ class Engine:
 
     def _step(self, plan: Plan, model: Model, began: float) -> None:
         clock = self._around.clock
-        forward_at = clock()
         try:
-            logits = model.forward(plan.input)
-            forward_s = clock() - forward_at
+            pending = model.launch(plan.input, [Row(each.submit.sampling, len(each.tokens)) for each in plan.sampled])
+            tokens = pending.tokens()
             prefilled = sum(count for sequence, count in plan.chunks if sequence.phase is Phase.PREFILL)
             self._scheduler.computed(plan)
-            tokens = sample(logits, [Row(each.submit.sampling, len(each.tokens)) for each in plan.sampled])
         except Exception as error:
             log.exception("step failed", requests=[sequence.request for sequence, _ in plan.chunks])
             for sequence, _ in plan.chunks:
@@ -215,7 +213,7 @@ class Engine:
             steps=self._counters.steps + 1,
             prefill_tokens=self._counters.prefill_tokens + prefilled,
             generated_tokens=self._counters.generated_tokens + delivered,
-            forward_s=self._counters.forward_s + forward_s,
+            forward_s=self._counters.forward_s + pending.forward_s,
             step_s=self._counters.step_s + clock() - began,
         )
 

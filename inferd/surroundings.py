@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from inferd.channel import Message
 from inferd.core.ports import KvPool, StepInput
+from inferd.sampler import Row
 
 
 class Mailbox:
@@ -38,11 +37,33 @@ class Mailbox:
             self.signal.clear()
 
 
-class Model(Protocol):
-    """A model over the blocks of one pool."""
+class Pending(Protocol):
+    """A step that was launched and may still run."""
 
-    def forward(self, step: StepInput) -> torch.Tensor:
-        """Write the step's KV and return the logits of its logit_rows, float32 [len(logit_rows), vocab]."""
+    @property
+    def forward_s(self) -> float:
+        """Seconds that the model's forward took, without sampling; known once `tokens` has returned."""
+
+    def tokens(self) -> list[int]:
+        """Wait for the step; the token id sampled from each logit row, in their order, -1 where logits are not finite.
+
+        Called once, in the order of the launches. Raises what went wrong in the step. Either way the step is over:
+        it neither reads nor writes the pool any more.
+        """
+
+
+class Model(Protocol):
+    """A model over the blocks of one pool. Steps run one after the other, in the order in which they were launched."""
+
+    @property
+    def depth(self) -> int:
+        """How many steps may be launched before the tokens of the first are asked for; 1 on the CPU."""
+
+    def launch(self, step: StepInput, rows: Sequence[Row]) -> Pending:
+        """Write the step's KV and sample a token from each of its logit rows, as its Row says; need not wait.
+
+        With a depth of more than 1, ids may be tokens that are not known yet: see StepInput.
+        """
 
 
 @dataclass(frozen=True, slots=True)

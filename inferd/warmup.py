@@ -9,7 +9,7 @@ import structlog
 from inferd.core.messages import Sampling
 from inferd.core.ports import Draining, Grant, KvPool, Lost, Refusal, Step, StepInput, TableRequest
 from inferd.core.scheduler import Limits
-from inferd.sampler import Row, sample
+from inferd.sampler import Row
 from inferd.surroundings import Model
 from pagekernels.layout import slot_mapping
 from pagepool.errors import PagepoolError, Reason
@@ -36,15 +36,15 @@ def warm_up(pool: KvPool, model: Model, limits: Limits, max_context: int) -> Non
         return
     length = min(len(grant.entries) * size, most)
     slots = slot_mapping(grant.entries, 0, length, size)
-    model.forward(StepInput([0] * length, list(range(length)), slots, [length], [length], [grant.entries], []))
+    prefill = StepInput([0] * length, list(range(length)), slots, [length], [length], [grant.entries], [])
+    model.launch(prefill, []).tokens()
     for count in (1, limits.max_num_seqs):
-        # All rows read one table; only the first writes, since a negative slot is skipped.
-        last = [slots[-1]] + [-1] * (count - 1)
-        positions, tables = [length - 1] * count, [grant.entries] * count
-        rows = StepInput([0] * count, positions, last, [1] * count, [length] * count, tables, list(range(count)))
-        logits = model.forward(rows)
-    for sampling in SAMPLINGS:
-        sample(logits[:1], [Row(sampling, length)])
+        for sampling in SAMPLINGS:
+            # All rows read one table; only the first writes, since a negative slot is skipped.
+            last = [slots[-1]] + [-1] * (count - 1)
+            positions, tables = [length - 1] * count, [grant.entries] * count
+            decode = StepInput([0] * count, positions, last, [1] * count, [length] * count, tables, list(range(count)))
+            model.launch(decode, [Row(sampling, length)] * count).tokens()
     pool.submit(Step(releases=[grant.table_id]))
 
 

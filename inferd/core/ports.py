@@ -59,10 +59,14 @@ class KvPool(Protocol):
 class StepInput:
     """One forward over packed, padding-free sequences; T tokens of S sequences.
 
-    token_ids, positions, slots   [T]; a slot is pagekernels.layout.slot_mapping of the token's position
-    q_lens, kv_lens               [S]; query tokens of each sequence, and tokens to attend to, this step's included
-    tables                        [S] packed entries of each sequence's block table
-    logit_rows                    rows of T whose logits are wanted
+    token_ids    [T]; -1 - r stands for the token that the step launched just before samples from logit_rows[r]: it
+                 need not be known on the host. If it is -1 (logits not finite), any id will do: nobody wants the result
+    positions    [T]
+    slots        [T]; pagekernels.layout.slot_mapping of each token's position, negative: its KV is not written
+    q_lens       [S]; query tokens of each sequence
+    kv_lens      [S]; tokens to attend to, this step's included
+    tables       [S]; packed entries of each sequence's block table, the same object as long as they do not change
+    logit_rows   rows of T from which a token is sampled
     """
 
     token_ids: Sequence[int]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -11,15 +14,37 @@ from inferd.core.ports import StepInput
 from inferd.model.attention import PagedAttention, attending
 from inferd.model.load import ServedModel
 from inferd.model.probe import forward
+from inferd.sampler import Row, sample
 from pagekernels.ops import AttentionBatch, PagedOps
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A step that is over before anybody asks for it."""
+
+    sampled: list[int]
+    forward_s: float
+
+    def tokens(self) -> list[int]:
+        """The token sampled from each logit row."""
+        return self.sampled
+
+
 class ModelRunner:
-    """A served model bound to the operations on one pool. One thread at a time."""
+    """A served model bound to the operations on one pool, on the CPU. One thread at a time."""
+
+    depth = 1
 
     def __init__(self, served: ServedModel, ops: PagedOps) -> None:
         self.served = served
         self._attention = PagedAttention(ops, served.geometry.layers)
+
+    def launch(self, step: StepInput, rows: Sequence[Row]) -> Computed:
+        """Compute the whole step; see inferd.surroundings.Model."""
+        began = time.perf_counter()
+        logits = self.forward(step)
+        forward_s = time.perf_counter() - began
+        return Computed(sample(logits, rows), forward_s)
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -88,11 +90,26 @@ def _core_step(step_id: int, step: Step) -> values.Step:
     )
 
 
+@dataclass
+class LazyStep:
+    """A launched step of a TokenModel that is computed when it is asked for, and no sooner."""
+
+    model: TokenModel
+    step: StepInput
+    rows: Sequence[Row]
+    forward_s = 1e-4
+
+    def tokens(self) -> list[int]:
+        return sample(self.model.forward(self.step), self.rows)
+
+
 class TokenModel:
     """Stores each token as its own KV and computes logits from what it reads back through the block table.
 
     So a wrong slot, table, position or match changes the tokens, or is found right here.
     """
+
+    depth = 1
 
     def __init__(self, pool: Pool) -> None:
         self._block_size = pool.block_size
@@ -100,6 +117,9 @@ class TokenModel:
         self.steps: list[StepInput] = []
         self.fail_next: Exception | None = None
         self.poison_request_with: int | None = None  # a sequence whose context begins with it gets NaN logits
+
+    def launch(self, step: StepInput, rows: Sequence[Row]) -> LazyStep:
+        return LazyStep(self, step, rows)
 
     def forward(self, step: StepInput) -> torch.Tensor:
         self.steps.append(step)
