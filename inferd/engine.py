@@ -1,9 +1,10 @@
 """The engine's loop: what the front asks, what the pool grants, what the model computes, once around per step.
 
-    messages of the front -> events of the pool -> one step message to memd -> forward -> sample -> tokens to the front
+    messages of the front -> events of the pool -> one step message to memd -> launch a step -> collect one -> deliver
 
-Nothing in it waits for memd: answers are events of a later turn. It rests only where there is nothing to compute, on
-one signal that both the front's messages and the pool's events set.
+As many steps are in flight as the model takes, and with more than one the step collected is not the one just launched:
+see inferd.flight. Nothing waits for memd: answers are events of a later turn. The engine rests only where there is
+nothing to compute, on one signal that both the front's messages and the pool's events set.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from dataclasses import replace
 import structlog
 
 from inferd.channel import Message
-from inferd.core.messages import Cancel, Counters, Ending, Failed, Finished, Shutdown, Submit, Tokens
+from inferd.core.messages import Cancel, Counters, Ending, Finished, Shutdown, Submit, Tokens
 from inferd.core.ports import Capacity, Draining, Grant, Lost, Refusal
 from inferd.core.scheduler import Limits, Plan, Scheduler
 from inferd.core.sequence import Phase, Sequence
 from inferd.engine_state import StateReporter
-from inferd.sampler import Row
+from inferd.failures import draining, engine_failed, failed, pool_lost
+from inferd.flight import Flight
 from inferd.surroundings import Attachment, Model, Surroundings
-from pagepool.errors import Code, PagepoolError, Reason
+from pagepool.errors import Code, PagepoolError
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
 REST_S = 60.0
@@ -41,6 +43,8 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._sequences: dict[int, Sequence] = {}
         self._attachment: Attachment | None = None
+        self._flight = Flight()
+        self._step_ended = 0.0
         self._warm = False
         self._attach_at, self._retry_s = 0.0, FIRST_RETRY_S
         self._detach_at: float | None = None
@@ -71,11 +75,9 @@ class Engine:
         if self._detach_at is not None and (not self._scheduler.running or began >= self._detach_at):
             self._lose("memd is stopping", began)
             return 0.0
-        plan = self._scheduler.plan(began)
-        if plan is not None:
-            self._step(plan, self._attachment.model, began)
+        busy = self._step(self._attachment.model, began)
         rest_s = self._report()
-        return 0.0 if plan is not None else rest_s
+        return 0.0 if busy else rest_s
 
     # -- messages of the front
 
@@ -96,9 +98,9 @@ class Engine:
     def _submit(self, submit: Submit, now: float) -> None:
         try:
             if self._stop_at is not None:
-                raise _draining()
+                raise draining()
             if self._attachment is None and self._warm:
-                raise _pool_lost("the worker is not attached to memd")
+                raise pool_lost("the worker is not attached to memd")
             sequence = Sequence(submit, now)
             self._scheduler.add(sequence)
         except PagepoolError as error:
@@ -110,15 +112,14 @@ class Engine:
         self._stop_at = at
         self._scheduler.admitting = False
         for sequence in list(self._scheduler.waiting):
-            self._fail(sequence, _draining())
+            self._fail(sequence, draining())
 
     def _stop(self) -> float | None:
         """The last turn."""
         for sequence in list(self._sequences.values()):
-            self._fail(sequence, _draining())
+            self._fail(sequence, draining())
         if self._attachment is not None:
-            self._attachment.close()
-            self._attachment = None
+            self._detach(self._attachment)
         self._note()
         self._reporter.enter("stopped", self._around.clock())
         return None
@@ -183,47 +184,79 @@ class Engine:
         assert self._attachment is not None
         log.warning("pool lost", why=why, epoch=self._attachment.pool.info.epoch)
         for sequence in self._scheduler.lose():
-            self._forget(sequence, failed(sequence.request, _pool_lost(why)))
+            self._forget(sequence, failed(sequence.request, pool_lost(why)))
         # Nobody knows when memd comes back, so those that wait are told too, instead of being kept for ever.
         for sequence in list(self._scheduler.waiting):
-            self._fail(sequence, _pool_lost(why))
-        self._attachment.close()
-        self._attachment = self._detach_at = None
+            self._fail(sequence, pool_lost(why))
+        self._detach(self._attachment)
         self._attach_at = now
         self._note()
         self._reporter.enter("attaching", now, why)
 
+    def _detach(self, attachment: Attachment) -> None:
+        # Steps in flight read and write the pool's memory, which must not go away under them.
+        self._flight.abandon()
+        attachment.close()
+        self._attachment = self._detach_at = None
+
     # -- the model
 
-    def _step(self, plan: Plan, model: Model, began: float) -> None:
-        clock = self._around.clock
+    def _step(self, model: Model, began: float) -> bool:
+        """Launch what there is to compute, and wait for the oldest step only if nothing may be launched before it.
+
+        Whether there was anything to do.
+        """
+        plan = self._scheduler.plan(began)
+        if plan is not None:
+            self._flight.launch(model, plan, began)
+        elif self._flight:
+            self._collect()
+        else:
+            return False
+        while self._flight.full(model.depth):
+            self._collect()
+        return True
+
+    def _collect(self) -> None:
+        """Wait for the oldest step and hand over what it says."""
+        step = self._flight.next()
+        plan, pending = step.plan, step.pending
         try:
-            pending = model.launch(plan.input, [Row(each.submit.sampling, len(each.tokens)) for each in plan.sampled])
             tokens = pending.tokens()
-            prefilled = sum(count for sequence, count in plan.chunks if sequence.phase is Phase.PREFILL)
-            self._scheduler.computed(plan)
         except Exception as error:
             log.exception("step failed", requests=[sequence.request for sequence, _ in plan.chunks])
-            for sequence, _ in plan.chunks:
-                self._fail(sequence, _engine_failed(f"{type(error).__name__} in a step of the engine"))
+            self._step_failed(plan, error)
             return
-        delivered = self._deliver(plan, tokens, clock())
+        self._scheduler.collected(plan)
+        delivered = self._deliver(plan, tokens, self._around.clock())
+        now = self._around.clock()
+        # Steps overlap, their times shall not: a step lasts from the end of the one before.
+        step_s, self._step_ended = now - max(step.began, self._step_ended), now
         self._counters = replace(
             self._counters,
             steps=self._counters.steps + 1,
-            prefill_tokens=self._counters.prefill_tokens + prefilled,
+            prefill_tokens=self._counters.prefill_tokens + plan.prefill_tokens,
             generated_tokens=self._counters.generated_tokens + delivered,
             forward_s=self._counters.forward_s + pending.forward_s,
-            step_s=self._counters.step_s + clock() - began,
+            step_s=self._counters.step_s + step_s,
         )
 
+    def _step_failed(self, plan: Plan, error: Exception) -> None:
+        self._scheduler.collected(plan, written=False)
+        for sequence, _ in plan.chunks:
+            # It ends with what it has in the next step; the other sequences of that need nothing of this one.
+            if sequence.phase is not Phase.FINISHED:
+                self._fail(sequence, engine_failed(f"{type(error).__name__} in a step of the engine"))
+
     def _deliver(self, plan: Plan, tokens: list[int], now: float) -> int:
-        """Hand the tokens over, end what they end; how many tokens went out."""
+        """Hand the tokens over, end what they end; how many tokens went out. Those of ended requests are dropped."""
         items: list[tuple[int, list[int]]] = []
         ended: list[tuple[Sequence, Ending, int | None]] = []
         for sequence, token in zip(plan.sampled, tokens, strict=True):
+            if sequence.phase is Phase.FINISHED:
+                continue
             if token < 0:
-                self._fail(sequence, _engine_failed("the model's logits are not finite"))
+                self._fail(sequence, engine_failed("the model's logits are not finite"))
                 continue
             ending = sequence.accept(token, now, self._eos_token_ids)
             taken = ending in (None, Ending.MAX_TOKENS)
@@ -264,22 +297,3 @@ class Engine:
         unary = self._attachment.unary_calls() if self._attachment else self._counters.memd_unary_calls
         self._counters = replace(self._counters, memd_unary_calls=unary)
         self._reporter.note(len(self._scheduler.waiting), len(self._scheduler.running), self._counters)
-
-
-def failed(request: int, error: PagepoolError) -> Failed:
-    """The message that carries an error; request 0 is the engine itself."""
-    return Failed(request, str(error.reason), error.message, error.field, error.retry_after_s, error.metadata)
-
-
-def _pool_lost(why: str) -> PagepoolError:
-    message = f"the pool is lost, and the KV of all requests with it: {why}; retry"
-    return PagepoolError(Reason.POOL_LOST, message, retry_after_s=1.0, why=why)
-
-
-def _draining() -> PagepoolError:
-    message = "the worker is stopping; try another one, or this one later"
-    return PagepoolError(Reason.DRAINING, message, retry_after_s=1.0)
-
-
-def _engine_failed(what: str) -> PagepoolError:
-    return PagepoolError(Reason.ENGINE_FAILED, f"{what}; retry elsewhere and look into the worker's log", what=what)

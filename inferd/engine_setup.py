@@ -19,7 +19,8 @@ from inferd import surroundings
 from inferd.channel import EngineChannel
 from inferd.core.messages import EngineState, ModelCard, Setup, Shutdown
 from inferd.core.scheduler import Limits
-from inferd.engine import Engine, failed
+from inferd.engine import Engine
+from inferd.failures import failed
 from inferd.model.digest import digest
 from inferd.model.load import ServedModel, load_model
 from inferd.model.refusal import refuse

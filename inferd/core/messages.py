@@ -143,7 +143,11 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What the engine has done since its start; times in seconds."""
+    """What the engine has done since its start; times in seconds.
+
+    step_s is the time of its steps: each from when the engine began with it, or the step before was over, until its
+    tokens were handed over. forward_s is what the model's forward had of it, without sampling.
+    """
 
     steps: int = 0
     prefill_tokens: int = 0

@@ -38,11 +38,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One forward: how many tokens of each sequence it computes, whose last row is sampled, in logit_rows' order."""
+    """One step: how many tokens of each sequence it computes, and whose next token it samples, in logit_rows' order.
+
+    prefill_tokens are those that belong to prompts.
+    """
 
     input: StepInput
     chunks: list[tuple[Sequence, int]]
     sampled: list[Sequence]
+    prefill_tokens: int
 
 
 class Scheduler:
@@ -51,7 +55,10 @@ class Scheduler:
     Admission is strictly in order (priority, then first come, first served). Several tables may be asked for in one
     step; if one is refused, those behind it that were granted are given back, and from then on only the head of the
     queue asks, each time that blocks have come free. Every step decodes first and fills up with chunks of prefill.
-    Not thread-safe.
+
+    Steps may be planned before the tokens of the one before are known: what a sequence decodes then is a reference to
+    them (see StepInput). For that each plan takes in every sequence that decodes. Every plan is launched, and collected
+    in that order; what a sequence that has ended still has in flight is then dropped. Not thread-safe.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -109,14 +116,15 @@ class Scheduler:
         return PagepoolError(Reason.REQUEST_TOO_LARGE, message, field="max_tokens", total_blocks=total_blocks, **values)
 
     def finish(self, sequence: Sequence) -> None:
-        """A sequence is over, wherever it stands: its table goes back with the next step."""
+        """A sequence is over, wherever it stands: its table goes back once no step is in flight that writes to it."""
         if sequence.phase is Phase.WAITING:
             self.waiting.remove(sequence)
             if sequence is self._refused:
                 self._refused = None
         else:
             self.running.remove(sequence)
-            self._releases.append(sequence.table_id)
+            if not sequence.in_flight:
+                self._releases.append(sequence.table_id)
         sequence.finish()
 
     def granted(self, grant: Grant) -> None:
@@ -159,23 +167,27 @@ class Scheduler:
         return step
 
     def plan(self, now: float) -> Plan | None:
-        """The next forward, or None if there is nothing to compute."""
-        decoding = [sequence for sequence in self.running if sequence.phase is Phase.DECODE]
-        prefilling = [sequence for sequence in self.running if sequence.phase is Phase.PREFILL]
-        budget, chunks = self._limits.max_batch_tokens, []
-        for sequence in decoding + prefilling:
-            count = min(sequence.num_pending, budget)
-            if count == 0:
-                break
-            sequence.start(now)
-            chunks.append((sequence, count))
-            budget -= count
-        return self._pack(chunks) if chunks else None
+        """The next step, to be launched, or None if there is nothing to compute."""
+        ready = [sequence for sequence in self.running if sequence.num_pending]
+        chunks = [(sequence, 1) for sequence in ready if sequence.num_launched >= sequence.num_prompt]
+        num_decodes, budget = len(chunks), self._limits.max_batch_tokens - len(chunks)
+        for sequence in ready if num_decodes < len(ready) else ():
+            # None if it decodes, or if nothing is left for it.
+            count = min(sequence.num_prompt - sequence.num_launched, budget)
+            if count > 0:
+                chunks.append((sequence, count))
+                budget -= count
+        return self._pack(chunks, num_decodes, now) if chunks else None
 
-    def computed(self, plan: Plan) -> None:
-        """The forward of a plan has returned: the KV of its tokens has been written, and memd shall know."""
+    def collected(self, plan: Plan, *, written: bool = True) -> None:
+        """A step is over. Unless it failed, the KV of its tokens has been written, and memd shall know."""
         for sequence, count in plan.chunks:
-            self._commits.append(Commit(sequence.table_id, sequence.advance(count)))
+            sequence.in_flight -= 1
+            if sequence.phase is not Phase.FINISHED:
+                if written:
+                    self._commits.append(Commit(sequence.table_id, sequence.advance(count)))
+            elif not sequence.in_flight:
+                self._releases.append(sequence.table_id)
 
     def _unstarted(self) -> list[Sequence]:
         return [sequence for sequence in self.running if sequence.started_at is None]
@@ -203,28 +215,32 @@ class Scheduler:
             priority=sequence.submit.priority,
         )
 
-    def _pack(self, chunks: list[tuple[Sequence, int]]) -> Plan:
+    def _pack(self, chunks: list[tuple[Sequence, int]], num_decodes: int, now: float) -> Plan:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         rows: list[int] = []
+        sampled: list[Sequence] = []
         for sequence, count in chunks:
-            first, last = sequence.num_computed, sequence.num_computed + count
-            tokens += sequence.tokens[first:last]
+            first = sequence.num_launched
+            last = first + count
+            # Beyond what is known lies the token that the step before samples.
+            tokens += sequence.tokens[first:last] or (-1 - sequence.row,)
             positions += range(first, last)
             slots += slot_mapping(sequence.entries, first, last, self._block_size)
-            if last == len(sequence.tokens):
+            if sequence.launch(count, len(rows), now):
                 rows.append(len(tokens) - 1)
+                sampled.append(sequence)
         step = StepInput(
             token_ids=tokens,
             positions=positions,
             slots=slots,
             q_lens=[count for _, count in chunks],
-            kv_lens=[sequence.num_computed + count for sequence, count in chunks],
+            kv_lens=[sequence.num_launched for sequence, _ in chunks],
             tables=[sequence.entries for sequence, _ in chunks],
             logit_rows=rows,
         )
-        return Plan(step, chunks, [sequence for sequence, count in chunks if count == sequence.num_pending])
+        return Plan(step, chunks, sampled, len(tokens) - num_decodes)
 
 
 def _rank(sequence: Sequence) -> tuple[int, float, int]:

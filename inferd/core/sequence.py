@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
 
@@ -30,13 +31,16 @@ _NEXT: dict[Phase, frozenset[Phase]] = {
 class Sequence:
     """Tokens, block table and times of one request. Not thread-safe; the engine's thread owns it.
 
-    The tokens lie in three regions:
+    The token positions lie in four regions:
 
         [0, num_computed)               KV is in the pool; of these [0, cached_tokens) were found there
-        [num_computed, len(tokens))     still to be computed: the rest of the prompt, or the last sampled token
-        [len(tokens), max_len)          not known yet
+        [num_computed, num_launched)    in steps that were launched and not collected, `in_flight` in number
+        [num_launched, length)          for the steps to come: the rest of the prompt, or the last token
+        [length, max_length)            of later steps
 
-    Times are seconds of the engine's clock; None until it has happened. PagepoolError if there is nothing to do.
+    Of those below `length`, [len(tokens), length) are being sampled and not known yet; the last of them is sampled from
+    logit row `row` of the latest step. Times are seconds of the engine's clock; None until it has happened.
+    PagepoolError if there is nothing to do.
     """
 
     def __init__(self, submit: Submit, arrived_at: float) -> None:
@@ -47,7 +51,10 @@ class Sequence:
         self.submit = submit
         self.phase = Phase.WAITING
         self.tokens = list(submit.prompt)
-        self.num_computed = 0
+        self.length = self.num_prompt = len(self.tokens)
+        self.max_length = self.num_prompt + submit.max_tokens
+        self.num_computed = self.num_launched = self.in_flight = 0
+        self.row = 0
         self.cached_tokens = 0
         self.table_id = 0
         self.entries: Seq[int] = ()
@@ -70,46 +77,55 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         """Tokens generated so far."""
-        return len(self.tokens) - len(self.submit.prompt)
+        return len(self.tokens) - self.num_prompt
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are known but not computed."""
-        return len(self.tokens) - self.num_computed
+        """Tokens for the steps to come; none once the last token is being sampled, for nothing follows from its KV."""
+        return self.length - self.num_launched if self.length < self.max_length else 0
 
     def blocks_needed(self, block_size: int) -> int:
         """Blocks that hold the whole request. The last token is never computed, so it needs no place."""
-        return -(-(len(self.submit.prompt) + self.submit.max_tokens - 1) // block_size)
+        return -(-(self.max_length - 1) // block_size)
 
     def admit(self, grant: Grant) -> None:
         """Its table has been created."""
         self._enter(Phase.PREFILL)
-        self.table_id, self.entries = grant.table_id, grant.entries
-        self.cached_tokens = self.num_computed = grant.cached_tokens
+        # As an array, so that a model may copy it without a look at each entry.
+        self.table_id, self.entries = grant.table_id, array("I", grant.entries)
+        self.cached_tokens = self.num_computed = self.num_launched = grant.cached_tokens
 
     def send_back(self) -> int:
         """Wait again; the id of the table to release. Only before its first step."""
         assert self.started_at is None
         self._enter(Phase.WAITING)
         table_id, self.table_id, self.entries = self.table_id, 0, ()
-        self.cached_tokens = self.num_computed = 0
+        self.cached_tokens = self.num_computed = self.num_launched = 0
         return table_id
 
-    def start(self, now: float) -> None:
-        """Its first step begins."""
+    def launch(self, count: int, row: int, now: float) -> bool:
+        """`count` more tokens go into a step; whether the step samples the next token, as its logit row `row`."""
+        assert 0 < count <= self.num_pending
         if self.started_at is None:
             self.started_at = now
+        self.in_flight += 1
+        self.num_launched += count
+        if self.num_launched < self.length:
+            return False
+        self.length += 1
+        self.row = row
+        return True
 
     def advance(self, count: int) -> list[int]:
         """The KV of `count` more tokens has been written; these tokens, for the commit."""
-        assert 0 < count <= self.num_pending
         first = self.num_computed
         self.num_computed += count
+        assert self.num_computed <= min(self.num_launched, len(self.tokens))
         return self.tokens[first : self.num_computed]
 
     def accept(self, token: int, now: float, eos_token_ids: frozenset[int]) -> Ending | None:
         """A token was sampled. Says how the sequence ends by it, or None; a token that ends it is not taken in."""
-        assert self.num_pending == 0
+        assert len(self.tokens) < self.length
         if self.phase is Phase.PREFILL:
             self._enter(Phase.DECODE)
             self.first_token_at = now
@@ -119,7 +135,7 @@ class Sequence:
         if token in eos_token_ids and not self.submit.ignore_eos:
             return Ending.END_OF_SEQUENCE
         self.tokens.append(token)
-        return Ending.MAX_TOKENS if self.num_generated == self.submit.max_tokens else None
+        return Ending.MAX_TOKENS if len(self.tokens) == self.max_length else None
 
     def finish(self) -> None:
         """It is over, however it ended."""
@@ -131,7 +147,7 @@ class Sequence:
         first = now if self.first_token_at is None else self.first_token_at
         last = first if self.last_token_at is None else self.last_token_at
         return Used(
-            prompt_tokens=len(self.submit.prompt),
+            prompt_tokens=self.num_prompt,
             cached_tokens=self.cached_tokens,
             generated_tokens=self.num_generated,
             queue_s=started - self.arrived_at,

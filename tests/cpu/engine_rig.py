@@ -6,18 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 from inferd.core.messages import EngineState, Failed, Finished, Sampling, Submit, Tokens
+from inferd.core.ports import Step
 from inferd.core.scheduler import Limits
 from inferd.engine import Engine
 from inferd.surroundings import Attachment, Mailbox, Surroundings
 from memd.core.pool import Pool
 from pagepool.errors import PagepoolError
+from tests.cpu.deferred import Deferred
 from tests.cpu.memory_pool import MemoryPool, TokenModel, make_pool
 
 EOS = 210
 
 
 class Rig:
-    """`session`, `model` and `pool` are those of the present attachment."""
+    """`session`, `device`, `model` and `pool` are those of the present attachment; the device runs the model late."""
+
+    depth = 1
 
     def __init__(self, num_blocks: int = 64, limits: Limits | None = None) -> None:
         self.pool: Pool = make_pool(num_blocks)
@@ -44,10 +48,27 @@ class Rig:
         if self.refusals:
             raise self.refusals.pop(0)
         self.session, self.model = MemoryPool(self.pool, self.mailbox.signal), TokenModel(self.pool)
-        return Attachment(self.session, self.model, self._closer(self.session), self._warm_up)
+        self.device = Deferred(self.model, self.depth)
+        self.session.on_step = self._check_step
+        self._committed: dict[int, int] = {}
+        return Attachment(self.session, self.device, self._closer(self.session), self._warm_up)
+
+    def _check_step(self, step: Step) -> None:
+        """What memd hears is true: KV that is committed has been written, no device writes to what is given back."""
+        for commit in step.commits:
+            grant = self.session.grants[commit.table_id]
+            first = self._committed.get(commit.table_id, grant.cached_tokens)
+            assert self.model.holds(grant.entries, first, commit.token_ids)
+            self._committed[commit.table_id] = first + len(commit.token_ids)
+        for table_id in step.releases:
+            entries = list(self.session.grants[table_id].entries)
+            assert all(entries != list(table) for flying in self.device.in_flight for table in flying.step.tables)
 
     def _closer(self, session: MemoryPool) -> Callable[[], None]:
+        device = self.device
+
         def close() -> None:
+            assert not device.in_flight, "the pool's memory is given up under a running step"
             self.closed.append(session)
             if session.pool is self.pool:
                 session.pool.detach(session.lease_id, 0.0)

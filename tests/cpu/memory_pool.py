@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,8 @@ class MemoryPool:
         self.lease_id = pool.attach("worker", f"lock-{pool.num_leases}", 1e9, 0.0).lease.lease_id
         self.held = False
         self.steps: list[Step] = []
+        self.on_step: Callable[[Step], None] = lambda step: None
+        self.grants: dict[int, Grant] = {}
         self._late: deque[PoolEvent] = deque()
         self._events: deque[PoolEvent] = deque()
 
@@ -45,10 +47,13 @@ class MemoryPool:
 
     def submit(self, step: Step) -> None:
         self.steps.append(step)
+        self.on_step(step)
         answer = self.pool.step(self.lease_id, _core_step(len(self.steps), step), 0.0)
         for each in answer.grants:
             run = each.blocks
-            self._late.append(Grant(each.ref, each.table_id, each.cached_tokens, run.block_ids, run.entries))
+            grant = Grant(each.ref, each.table_id, each.cached_tokens, run.block_ids, run.entries)
+            self.grants[grant.table_id] = grant
+            self._late.append(grant)
         for no in answer.refusals:
             never = no.reason is values.RefusalReason.REQUEST_TOO_LARGE
             self._late.append(Refusal(no.ref, never, no.available_blocks, no.total_blocks))
@@ -90,17 +95,15 @@ def _core_step(step_id: int, step: Step) -> values.Step:
     )
 
 
-@dataclass
-class LazyStep:
-    """A launched step of a TokenModel that is computed when it is asked for, and no sooner."""
+@dataclass(frozen=True)
+class Computed:
+    """A Pending that is over."""
 
-    model: TokenModel
-    step: StepInput
-    rows: Sequence[Row]
-    forward_s = 1e-4
+    sampled: list[int]
+    forward_s: float
 
     def tokens(self) -> list[int]:
-        return sample(self.model.forward(self.step), self.rows)
+        return self.sampled
 
 
 class TokenModel:
@@ -118,8 +121,12 @@ class TokenModel:
         self.fail_next: Exception | None = None
         self.poison_request_with: int | None = None  # a sequence whose context begins with it gets NaN logits
 
-    def launch(self, step: StepInput, rows: Sequence[Row]) -> LazyStep:
-        return LazyStep(self, step, rows)
+    def launch(self, step: StepInput, rows: Sequence[Row]) -> Computed:
+        return Computed(sample(self.forward(step), rows), 1e-4)
+
+    def holds(self, table: Sequence[int], first: int, tokens: Sequence[int]) -> bool:
+        """Whether the KV of these tokens has been written to the table's positions from `first` on."""
+        return [self._kv[self._slot(table, position)] for position in range(first, first + len(tokens))] == list(tokens)
 
     def forward(self, step: StepInput) -> torch.Tensor:
         self.steps.append(step)
@@ -143,8 +150,8 @@ class TokenModel:
         assert len(rows) == len(step.logit_rows)
         return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, VOCAB)
 
-    def _slot(self, table: object, position: int) -> int:
-        _, _, unit = unpack_entry(table[position // self._block_size])  # type: ignore[index]
+    def _slot(self, table: Sequence[int], position: int) -> int:
+        _, _, unit = unpack_entry(table[position // self._block_size])
         return unit * self._block_size + position % self._block_size
 
 

@@ -16,6 +16,13 @@ from tests.cpu.memory_pool import continuation, make_pool
 GREEDY = Sampling(temperature=0)
 
 
+@pytest.fixture(autouse=True, params=[1, 2])
+def depth(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Everything here holds with one step at a time, and with the next one launched while one runs."""
+    monkeypatch.setattr(Rig, "depth", request.param)
+    return int(request.param)
+
+
 def gone() -> PagepoolError:
     return PagepoolError(Reason.POOL_LOST, "nobody listens at the socket", retry_after_s=0.1)
 

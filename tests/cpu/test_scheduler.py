@@ -44,7 +44,7 @@ def asked(scheduler: Scheduler) -> list[int]:
 
 
 def sampled(scheduler: Scheduler, plan: Plan, token: int = 77) -> None:
-    scheduler.computed(plan)
+    scheduler.collected(plan)
     for sequence in plan.sampled:
         sequence.accept(token, 1.0, frozenset())
 
@@ -85,9 +85,10 @@ def test_a_sequence_cannot_decode_before_it_was_admitted() -> None:
 def test_the_phases_of_a_sequence_are_timed_one_after_the_other() -> None:
     sequence = make(1, prompt=4, most=2, at=1.0)
     sequence.admit(grant(sequence))
-    sequence.start(3.0)
+    assert sequence.launch(4, 0, 3.0)
     sequence.advance(4)
     assert sequence.accept(5, 6.0, frozenset()) is None
+    assert sequence.launch(1, 0, 7.0)
     sequence.advance(1)
     assert sequence.accept(6, 10.0, frozenset()) is Ending.MAX_TOKENS
     used = sequence.used(99.0)
@@ -349,7 +350,7 @@ def test_a_step_that_was_not_computed_commits_nothing() -> None:
     ready(scheduler, sequence)
     plan = scheduler.plan(0.0)
     assert plan
-    scheduler.computed(plan)
+    scheduler.collected(plan)
     assert scheduler.plan(0.0)  # fails in the model
     scheduler.finish(sequence)
     assert scheduler.take_step().commits == [Commit(1001, [0, 1, 2, 3])]

@@ -1,0 +1,81 @@
+"""Steps in flight: launched on the model and not yet collected.
+
+With a depth of 2 the device has its next step when one ends, so that it need not wait for the engine:
+
+    engine   launch 1 | launch 2 | wait for 1, deliver | launch 3 | wait for 2, deliver | launch 4 | ...
+    device            [----- step 1 -----][----- step 2 -----][----- step 3 -----] ...
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import structlog
+
+from inferd.core.scheduler import Plan
+from inferd.sampler import Row
+from inferd.surroundings import Model, Pending
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Flying:
+    """A step in flight, launched in a turn of the engine that began at `began`."""
+
+    plan: Plan
+    pending: Pending
+    began: float
+
+
+@dataclass(frozen=True, slots=True)
+class Unlaunched:
+    """In the place of a step whose launch failed."""
+
+    error: Exception
+    forward_s: float = 0.0
+
+    def tokens(self) -> list[int]:
+        """Raise what the launch raised."""
+        raise self.error
+
+
+class Flight:
+    """The steps in flight on a model, oldest first. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Flying] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def full(self, depth: int) -> bool:
+        """Whether the oldest step has to be collected before the next launch on a model of this depth.
+
+        Nothing is launched behind a step whose launch failed: it might need that step's tokens.
+        """
+        failed = bool(self._steps) and isinstance(self._steps[-1].pending, Unlaunched)
+        return failed or len(self._steps) >= depth
+
+    def launch(self, model: Model, plan: Plan, began: float) -> None:
+        """Launch a step that was just planned. What goes wrong shows when it is collected."""
+        rows = [Row(sequence.submit.sampling, sequence.num_launched) for sequence in plan.sampled]
+        try:
+            pending: Pending = model.launch(plan.input, rows)
+        except Exception as error:  # noqa: BLE001 (raised again where the step is collected)
+            pending = Unlaunched(error)
+        self._steps.append(Flying(plan, pending, began))
+
+    def next(self) -> Flying:
+        """The oldest step, which the caller now collects: its `tokens` may be asked for."""
+        return self._steps.popleft()
+
+    def abandon(self) -> None:
+        """Wait until no step runs any more, and drop what they say."""
+        while self._steps:
+            step = self.next()
+            try:
+                step.pending.tokens()
+            except Exception:
+                log.exception("step failed", requests=[sequence.request for sequence, _ in step.plan.chunks])

@@ -1,0 +1,70 @@
+"""A model whose steps run late: what a device with a queue looks like to an engine, with nothing known too soon."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from inferd.core.ports import StepInput
+from inferd.sampler import Row
+from inferd.surroundings import Model, Pending
+
+
+class Deferred:
+    """A model of depth 1 as one of another depth: each step is computed when its tokens are asked for, and no sooner.
+
+    Checks what the protocol asks of the engine: no more than `depth` steps in flight, collected in order, and ids that
+    stand for tokens of the step just before only where those are not known yet.
+    """
+
+    def __init__(self, model: Model, depth: int) -> None:
+        assert model.depth == 1
+        self.model, self.depth = model, depth
+        self.in_flight: deque[DeferredStep] = deque()
+        self.fail_launch: Exception | None = None
+        self.launched: list[StepInput] = []
+
+    def launch(self, step: StepInput, rows: Sequence[Row]) -> DeferredStep:
+        assert len(self.in_flight) < self.depth
+        if self.fail_launch is not None:
+            error, self.fail_launch = self.fail_launch, None
+            raise error
+        before = self.in_flight[-1] if self.in_flight else None
+        unknown = [-1 - token for token in step.token_ids if token < 0]
+        assert before or not unknown, "the step before is over, and its tokens known"
+        assert len(set(unknown)) == len(unknown)
+        assert not before or all(row < len(before.step.logit_rows) for row in unknown)
+        assert len(rows) == len(step.logit_rows)
+        self.in_flight.append(DeferredStep(self, step, rows, before))
+        self.launched.append(step)
+        return self.in_flight[-1]
+
+
+@dataclass(eq=False)
+class DeferredStep:
+    """A Pending. A token that its step did not sample, because it failed or its logits were not finite, is 0."""
+
+    owner: Deferred
+    step: StepInput
+    rows: Sequence[Row]
+    before: DeferredStep | None
+    sampled: Sequence[int] = ()
+    computed: Pending | None = None
+
+    @property
+    def forward_s(self) -> float:
+        assert self.computed, "not known yet"
+        return self.computed.forward_s
+
+    def tokens(self) -> list[int]:
+        assert self.owner.in_flight.popleft() is self, "collected out of order"
+        ids = [token if token >= 0 else self._resolved(-1 - token) for token in self.step.token_ids]
+        self.before = None
+        self.computed = self.owner.model.launch(replace(self.step, token_ids=ids), self.rows)
+        self.sampled = self.computed.tokens()
+        return list(self.sampled)
+
+    def _resolved(self, row: int) -> int:
+        assert self.before
+        return max(0, self.before.sampled[row]) if self.before.sampled else 0
