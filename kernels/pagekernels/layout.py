@@ -112,6 +112,18 @@ class PagedLayout:
         return sum(2 * shape.num_kv_heads for shape in self.layers)
 
     @property
+    def scale_offsets(self) -> tuple[int, ...]:
+        """Scales before each layer's first in the trailer, which begins `block_elements` bytes into an FP8 block.
+
+        Length L. Within a layer: KV head after KV head, K's scale before V's.
+        """
+        offsets, total = [], 0
+        for layer in self.layers:
+            offsets.append(total)
+            total += 2 * layer.num_kv_heads
+        return tuple(offsets)
+
+    @property
     def unit_bytes(self) -> int:
         """Bytes of one unit."""
         raw = self.block_elements + 4 * self.num_scales

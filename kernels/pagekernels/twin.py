@@ -6,19 +6,41 @@ import numpy as np
 import numpy.typing as npt
 
 from pagekernels import checks
-from pagekernels.layout import Format, PagedLayout, unpack_entry
+from pagekernels.layout import LAYOUT_SWIZZLED, Format, PagedLayout, swizzle, unpack_entry
 from pagekernels.ops import Array, AttentionBatch, AttentionParams
 
 F64 = npt.NDArray[np.float64]
 
 
 def decode(fmt: Format, stored: Array) -> npt.NDArray[np.float32]:
-    """The float32 values of stored elements (float32 or 16-bit patterns); exact."""
+    """The float32 values of stored elements (float32, or 16- or 8-bit patterns, without their scale); exact."""
     if stored.dtype == np.float32:
         return stored.astype(np.float32)
+    if fmt is Format.FP8_E4M3:
+        return decode_e4m3(stored)
     if fmt is Format.F16:
         return stored.view(np.float16).astype(np.float32)
     return (stored.astype(np.uint32) << 16).view(np.float32)
+
+
+def decode_e4m3(stored: Array) -> npt.NDArray[np.float32]:
+    """The float32 values of E4M3 bytes (OCP 8-bit floating point): no infinities, NaN where all of 6..0 are set."""
+    bits = stored.astype(np.int32)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    magnitude = np.where(exponent == 0, mantissa / 512, np.ldexp(1 + mantissa / 8, exponent - 7))
+    magnitude = np.where(bits & 0x7F == 0x7F, np.nan, magnitude)
+    return np.where(bits & 0x80, -magnitude, magnitude).astype(np.float32)
+
+
+def places(layout: PagedLayout, dim: int, itemsize: int) -> npt.NDArray[np.intp]:
+    """[B, dim]: where in its row element d of row r is stored; see layout.LAYOUT_SWIZZLED."""
+    element = np.arange(dim)
+    if layout.version != LAYOUT_SWIZZLED:
+        return np.tile(element, (layout.block_size, 1))
+    per_chunk = 16 // itemsize
+    xor = np.array([[swizzle(row, dim * itemsize)] for row in range(layout.block_size)], np.intp)
+    result: npt.NDArray[np.intp] = (element // per_chunk ^ xor) * per_chunk + element % per_chunk
+    return result
 
 
 def encode(fmt: Format, values: Array) -> Array:
@@ -68,9 +90,11 @@ class TwinOps:
             if slot < 0:
                 continue
             for head in range(k.shape[1]):
-                keys, values = self._rows(native, slot // size, layer, head)
-                keys[slot % size] = k[token, head] if k.dtype == keys.dtype else encode(native, k[token, head])
-                values[slot % size] = v[token, head] if v.dtype == keys.dtype else encode(native, v[token, head])
+                for rows, x in zip(self._rows(native, slot // size, layer, head), (k, v), strict=True):
+                    where = places(self.layout, rows.shape[1], native.itemsize)[slot % size]
+                    rows[slot % size, where] = (
+                        x[token, head] if x.dtype == rows.dtype else encode(native, x[token, head])
+                    )
 
     def attend(self, layer: int, q: Array, out: Array, batch: AttentionBatch, params: AttentionParams) -> None:
         """See PagedOps."""
@@ -109,9 +133,9 @@ class TwinOps:
         v[...] = values if v.dtype == np.float32 else encode(native, values)
 
     def _rows(self, fmt: Format, unit: int, layer: int, head: int) -> tuple[Array, Array]:
-        """Views of one block's K rows [B, D] and V rows [B, Dv]."""
+        """Views of one block's K rows [B, D] and V rows [B, Dv], as stored."""
         shape, size = self.layout.layers[layer], self.layout.block_size
-        dtype = np.float32 if fmt is Format.F32 else np.uint16
+        dtype = {4: np.float32, 2: np.uint16, 1: np.uint8}[fmt.itemsize]
         elements = self.slab[unit * self.layout.unit_bytes :][: fmt.itemsize * self.layout.unit_bytes].view(dtype)
         middle = size * shape.head_dim_k
         stride = middle + size * shape.head_dim_v
@@ -127,7 +151,17 @@ class TwinOps:
             fmt, _, unit = unpack_entry(int(table[first // size]))
             count = min(size, length - first)
             for head in range(shape.num_kv_heads):
-                keys, values = self._rows(fmt, unit, layer, head)
-                k[head, first : first + count] = decode(fmt, keys[:count])
-                v[head, first : first + count] = decode(fmt, values[:count])
+                scales = self._scales(fmt, unit, layer, head)
+                for into, rows, scale in zip((k, v), self._rows(fmt, unit, layer, head), scales, strict=True):
+                    where = places(self.layout, rows.shape[1], fmt.itemsize)
+                    stored = np.take_along_axis(rows, where, axis=1)[:count]
+                    into[head, first : first + count] = decode(fmt, stored) * scale
         return k, v
+
+    def _scales(self, fmt: Format, unit: int, layer: int, head: int) -> npt.NDArray[np.float32]:
+        """What the stored K and V of one block are multiplied with: a view of an FP8 block's own two scales, else 1."""
+        if fmt is not Format.FP8_E4M3:
+            return np.ones(2, np.float32)
+        trailer = unit * self.layout.unit_bytes + self.layout.block_elements
+        scales = self.slab[trailer:][: 4 * self.layout.num_scales].view(np.float32)
+        return scales[self.layout.scale_offsets[layer] + 2 * head :][:2]

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 
 import pagekernels
 from pagekernels.cpu import configure, move, warm_up
 from pagekernels.cpu.attend import attend as attend_kernel
 from pagekernels.cpu.ops import CpuOps
-from pagekernels.layout import Format, LayerShape, PagedLayout, pack_entry
+from pagekernels.layout import LAYOUT_LINEAR, LAYOUT_SWIZZLED, Format, LayerShape, PagedLayout, pack_entry, swizzle
 from pagekernels.ops import AttentionBatch, AttentionParams
 from pagekernels.twin import TwinOps, decode, encode
 
@@ -85,6 +86,53 @@ def test_copy_blocks_copies_whole_blocks_and_nothing_else(ops_of, fmt):
     entry = [pack_entry(fmt, 0, b * size) for b in range(6)]
     ops_of(slab, layout).copy_blocks(np.array(entry[:2], np.uint32), np.array([entry[5], entry[3]], np.uint32))
     assert np.array_equal(slab.reshape(6, -1), before[[0, 1, 2, 1, 4, 0]])
+
+
+def test_a_swizzled_pool_gives_back_what_a_linear_one_does_from_other_bytes():
+    """Rows of 128 bytes or a multiple are swizzled, others are not; see layout.LAYOUT_SWIZZLED."""
+    shape, slabs = LayerShape(2, 64, 20), []
+    rng = np.random.default_rng(0)
+    k, v = (encode(Format.BF16, rng.normal(size=(19, 2, d)).astype(np.float32)) for d in (64, 20))
+    table = np.array([pack_entry(Format.BF16, 0, u) for u in (4, 0, 2)], np.uint32)
+    for version in (LAYOUT_LINEAR, LAYOUT_SWIZZLED):
+        layout = PagedLayout(8, (shape,), Format.BF16, version)
+        slabs.append(np.zeros(3 * layout.block_bytes, np.uint8))
+        ops = TwinOps(slabs[-1], layout)
+        ops.append(0, k, v, np.array([(4, 0, 2)[p // 8] * 8 + p % 8 for p in range(19)]))
+        got_k, got_v = np.zeros((2, 19, 64), np.uint16), np.zeros((2, 19, 20), np.uint16)
+        ops.gather(0, table, 19, got_k, got_v)
+        assert np.array_equal(got_k.transpose(1, 0, 2), k)
+        assert np.array_equal(got_v.transpose(1, 0, 2), v)
+    rows = [slab.view(np.uint16)[4 * layout.unit_bytes // 2 :][: 8 * 64].reshape(8, 8, 8) for slab in slabs]
+    assert np.array_equal(rows[0][:, 0], k[:8, 0, :8])
+    for row in range(8):
+        assert np.array_equal(rows[1][row], rows[0][row, [c ^ swizzle(row, 128) for c in range(8)]])
+    assert not np.array_equal(rows[0], rows[1])
+
+
+def test_every_e4m3_byte_is_decoded_as_torch_decodes_it():
+    stored = np.arange(256, dtype=np.uint8)
+    expected = torch.from_numpy(stored).view(torch.float8_e4m3fn).float().numpy()
+    assert np.array_equal(decode(Format.FP8_E4M3, stored), expected, equal_nan=True)
+
+
+def test_the_twin_multiplies_an_fp8_block_with_its_own_scales():
+    layout = PagedLayout(8, SHAPES, Format.BF16)
+    slab = np.full(3 * layout.unit_bytes, 0x38, np.uint8)  # 1.0 in every element
+    ops = TwinOps(slab, layout)
+    scales = slab[layout.unit_bytes + layout.block_elements :][: 4 * layout.num_scales].view(np.float32)
+    scales[:] = np.arange(len(scales))
+    k, v = np.zeros((3, 5, 20), np.float32), np.zeros((3, 5, 12), np.float32)
+    ops.gather(1, np.array([pack_entry(Format.FP8_E4M3, 0, 1)], np.uint32), 5, k, v)
+    first = layout.scale_offsets[1]
+    assert [k[h, 4, 3] for h in range(3)] == [first, first + 2, first + 4]
+    assert [v[h, 0, 11] for h in range(3)] == [first + 1, first + 3, first + 5]
+
+
+def test_the_cpu_kernels_refuse_a_swizzled_pool():
+    layout = PagedLayout(8, SHAPES, Format.BF16, LAYOUT_SWIZZLED)
+    with pytest.raises(ValueError, match=r"layout.version is 2, but the CPU kernels read version 1 only"):
+        CpuOps(np.zeros(layout.block_bytes, np.uint8), layout)
 
 
 FIRST_BLOCK = pack_entry(Format.F32, 0, 0)

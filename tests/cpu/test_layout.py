@@ -10,6 +10,7 @@ from pagekernels.layout import (
     PagedLayout,
     pack_entry,
     slot_mapping,
+    swizzle,
     unpack_entry,
 )
 
@@ -75,3 +76,22 @@ def test_an_impossible_block_size_is_refused(size):
 def test_impossible_layers_are_refused(layers, complaint):
     with pytest.raises(ValueError, match=complaint):
         PagedLayout(16, layers, Format.F32)
+
+
+def test_scales_follow_each_other_like_the_heads():
+    layout = PagedLayout(16, UNEQUAL, Format.BF16)
+    assert layout.scale_offsets == (0, 4, 6)
+    assert layout.scale_offsets[-1] + 2 * UNEQUAL[-1].num_kv_heads == layout.num_scales
+
+
+@pytest.mark.parametrize("row_bytes", [128, 256, 1024])
+def test_swizzled_chunks_stay_in_their_row_and_eight_rows_of_one_chunk_meet_eight_banks(row_bytes):
+    for row in range(16):
+        assert sorted(c ^ swizzle(row, row_bytes) for c in range(row_bytes // 16)) == list(range(row_bytes // 16))
+    for chunk in range(8):
+        assert len({(chunk ^ swizzle(row, row_bytes)) % 8 for row in range(8)}) == 8
+
+
+@pytest.mark.parametrize("row_bytes", [16, 32, 64, 160, 192, 80])
+def test_rows_that_are_no_multiple_of_eight_chunks_are_linear(row_bytes):
+    assert {swizzle(row, row_bytes) for row in range(16)} == {0}

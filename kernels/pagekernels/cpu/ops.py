@@ -12,7 +12,7 @@ from pagekernels.cpu.attend import attend
 from pagekernels.cpu.blocks import Floats, Halves
 from pagekernels.cpu.geometry import layer_geometry
 from pagekernels.cpu.plan import BAD_ENTRY, BAD_LENGTH, OK
-from pagekernels.layout import PagedLayout
+from pagekernels.layout import LAYOUT_LINEAR, PagedLayout
 from pagekernels.ops import Array, AttentionBatch, AttentionParams
 
 NO_FLOATS, NO_HALVES = np.empty((0, 0, 0), np.float32), np.empty((0, 0, 0), np.uint16)
@@ -26,6 +26,11 @@ class CpuOps:
     """
 
     def __init__(self, slab: memoryview | npt.NDArray[np.uint8], layout: PagedLayout) -> None:
+        if layout.version != LAYOUT_LINEAR:
+            raise ValueError(
+                f"layout.version is {layout.version}, but the CPU kernels read version {LAYOUT_LINEAR} only: "
+                "attach to a memd on the host's memory, or run on CUDA"
+            )
         self.layout = layout
         num_units = len(np.frombuffer(slab, np.uint8)) // layout.unit_bytes
         self._bytes = np.frombuffer(slab, np.uint8)[: num_units * layout.unit_bytes]
