@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pagepool.listen import Listener, UnixListener, default_socket, parse_listener
 from pagepool.logs import FORMATS, LEVELS
-from pagepool.settings import Loaded, choice, load, parse_positive, parse_seconds, parse_size, setting
+from pagepool.settings import Loaded, choice, load, parse_device, parse_positive, parse_seconds, parse_size, setting
 
 
 def parse_block_size(text: str) -> int:
@@ -30,9 +30,19 @@ class MemdConfig:
         default=(),
         repeatable=True,
     )
+    device: str = setting(
+        "where the pool lies: cuda or cuda:N for a GPU, cpu for shared memory, auto for the first GPU if there is one",
+        parse_device,
+        default="auto",
+    )
     pool_bytes: int | None = setting(
-        "size of the pool, such as 2GiB (default: a quarter of the free memory, at most half of the space in "
-        "--slab-dir and 4GiB)",
+        "size of the pool, such as 2GiB (default: on a GPU what is free there without --reserve-bytes, else a quarter "
+        "of the free memory, at most half of the space in --slab-dir and 4GiB)",
+        parse_size,
+        default=None,
+    )
+    reserve_bytes: int | None = setting(
+        "GPU memory that is left for the workers' weights and activations (default: half of the GPU's memory)",
         parse_size,
         default=None,
     )

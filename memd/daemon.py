@@ -16,11 +16,11 @@ from memd.clock import LivenessClock
 from memd.config import MemdConfig, load_config, notify_address
 from memd.core.errors import InvariantError
 from memd.core.pool import Pool
-from memd.device.host import HostSlab, default_pool_bytes, living_bytes, remove_stale_slabs
 from memd.device.locks import LeaseLocks
 from memd.messages import read_geometry
 from memd.service import MemdLife, PoolService
 from memd.sessions import Sessions
+from memd.slabs import PoolMemory, Slab, describe, device_message, keep_sweeping, slab_message
 from memd.worker_service import WorkerService, WorkerTerms
 from pagepool import logs
 from pagepool.errors import PagepoolError, invalid_field
@@ -32,7 +32,6 @@ from pagepool.serve import Servers
 
 TICK_S = 0.1
 STOP_GRACE_S = 0.5
-FORMER_WORKERS_S, FORMER_POLL_S, SWEEP_S = 10.0, 0.2, 10.0
 LEASE_DIRECTORY = "leases"
 
 _log = structlog.get_logger("memd")
@@ -44,12 +43,12 @@ def main(argv: Sequence[str]) -> int:
     """Runs memd; its exit code: 0 after an orderly stop, 2 if it was told something impossible."""
     try:
         loaded = load_config(argv)
+        if loaded.check:
+            sys.stdout.write(f"{loaded.describe()}\n{describe(loaded.config)}\n")
+            return 0
     except PagepoolError as error:
         sys.stderr.write(f"memd: {error.message}\n")
         return EXIT_USAGE
-    if loaded.check:
-        sys.stdout.write(loaded.describe() + "\n")
-        return 0
     logs.configure(loaded.config.log_level, loaded.config.log_format)
     return run("memd", lambda stop: _live(loaded.config, stop))
 
@@ -59,18 +58,20 @@ async def _live(config: MemdConfig, stop: asyncio.Event) -> None:
     async with AsyncExitStack() as undo:
         undo.push_async_callback(servers.stop, STOP_GRACE_S)
         servers.claim(config.listen)
-        slab = await _slab(config, stop)
+        locks = LeaseLocks(_lease_directory(config.listen))
+        memory = PoolMemory(config, locks)
+        slab = await memory.open(stop)
+        undo.push_async_callback(asyncio.to_thread, memory.close)
         if slab is None:
             return
-        undo.callback(slab.close)
-        daemon = Memd(config, slab, stop)
+        daemon = Memd(config, slab, locks, stop)
         await servers.open(daemon.services)
         ticking = asyncio.create_task(daemon.sessions.keep_time(TICK_S))
         ticking.add_done_callback(daemon.ticking_ended)
         undo.callback(ticking.cancel)
-        undo.callback(asyncio.create_task(_keep_sweeping(config.slab_dir)).cancel)
+        undo.callback(asyncio.create_task(keep_sweeping(config.slab_dir)).cancel)
         await servers.serving()
-        _log.info("memd is ready", listen=servers.addresses, epoch=daemon.pool.epoch, slab=str(slab.path))
+        _log.info("memd is ready", listen=servers.addresses, epoch=daemon.pool.epoch, slab=str(slab))
         sys.stdout.write(f"memd is ready: {' '.join(servers.addresses)}\n")
         sys.stdout.flush()
         sd_notify("READY=1", notify_address())
@@ -83,52 +84,22 @@ async def _live(config: MemdConfig, stop: asyncio.Event) -> None:
     _log.info("memd has stopped")
 
 
-async def _slab(config: MemdConfig, stop: asyncio.Event) -> HostSlab | None:
-    """The slab, or None if memd is to stop already. Waits a while for memory that a former memd's workers still map."""
-    deadline = time.monotonic() + FORMER_WORKERS_S
-    while not stop.is_set():
-        held = _sweep(config.slab_dir)
-        size = config.pool_bytes or default_pool_bytes(config.slab_dir)
-        try:
-            return await asyncio.to_thread(HostSlab.create, config.slab_dir, size, lambda: not stop.is_set())
-        except PagepoolError as error:
-            if not held or time.monotonic() > deadline:
-                raise
-            _log.warning("waiting for the memory of other slabs", held_bytes=held, why=error.message)
-        await asyncio.sleep(FORMER_POLL_S)
-    return None
-
-
-def _sweep(slab_dir: Path) -> int:
-    """Removes the slabs that nobody has any more; the bytes of those that somebody still has."""
-    for stale in remove_stale_slabs(slab_dir):
-        _log.info("removed the slab of a memd that is gone", path=str(stale))
-    return living_bytes(slab_dir)
-
-
-async def _keep_sweeping(slab_dir: Path) -> None:
-    """Until cancelled: what workers of a former memd let go of late must not cost memory for good."""
-    while True:
-        await asyncio.sleep(SWEEP_S)
-        _sweep(slab_dir)
-
-
 class Memd:
     """One memd life: the pool and who serves it. `failure` is set by a pool that contradicts itself."""
 
-    def __init__(self, config: MemdConfig, slab: HostSlab, stop: asyncio.Event) -> None:
+    def __init__(self, config: MemdConfig, slab: Slab, locks: LeaseLocks, stop: asyncio.Event) -> None:
         self._stop = stop
         self._failure: BaseException | None = None
         epoch = secrets.randbits(64) or 1
-        self.pool = Pool(epoch, config.block_size, slab.size_bytes, config.max_num_blocks)
+        self.pool = Pool(epoch, config.block_size, slab.size_bytes, config.max_num_blocks, slab.layout_version)
         if config.geometry is not None:
-            self.pool.declare(read_geometry(config.geometry))
+            self.pool.declare(read_geometry(config.geometry, slab.layout_version))
         self._clock = LivenessClock()
-        self._locks = LeaseLocks(_lease_directory(config.listen))
+        self._locks = locks
         self._locks.remove_leftovers()
         self.sessions = Sessions(self.pool, self._locks, self._clock)
-        self._terms = WorkerTerms(config.heartbeat_timeout, slab.path)
-        self._life = MemdLife(self.pool, self._clock, time.time(), self.sessions)
+        self._terms = WorkerTerms(config.heartbeat_timeout, slab_message(slab))
+        self._life = MemdLife(self.pool, self._clock, time.time(), self.sessions, device_message(slab))
 
     def services(self, listener: Listener) -> list[Service]:
         """What a listener offers: everything on Unix sockets, looking only on TCP."""

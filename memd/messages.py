@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -62,8 +63,11 @@ def geometry_from(message: types_pb2.Geometry) -> Geometry:
     )
 
 
-def read_geometry(path: Path) -> Geometry:
-    """The geometry of a file that `inferd --print-geometry` wrote; raises INVALID_FIELD naming --geometry."""
+def read_geometry(path: Path, layout_version: int) -> Geometry:
+    """The geometry of a file that `inferd --print-geometry` wrote, in this memd's byte order, whatever the file's is.
+
+    Raises INVALID_FIELD naming --geometry.
+    """
     from google.protobuf import json_format  # rarely needed
 
     try:
@@ -71,7 +75,7 @@ def read_geometry(path: Path) -> Geometry:
     except (OSError, UnicodeDecodeError, json_format.ParseError) as error:
         limit = f"a file that `inferd --print-geometry` wrote ({error})"
         raise invalid_field("--geometry", path, limit, "write it anew") from error
-    return geometry_from(message)
+    return replace(geometry_from(message), layout_version=layout_version)
 
 
 def geometry_message(geometry: Geometry) -> types_pb2.Geometry:
@@ -95,8 +99,8 @@ def geometry_message(geometry: Geometry) -> types_pb2.Geometry:
     )
 
 
-def pool_message(pool: Pool, device: str, start_time: float) -> types_pb2.Pool:
-    """The pool as it is now; `start_time` is wall-clock."""
+def pool_message(pool: Pool, cuda_device: types_pb2.CudaDevice | None, start_time: float) -> types_pb2.Pool:
+    """The pool as it is now; `start_time` is wall-clock. Without a GPU it lies in shared memory."""
     counters = {name: getattr(pool.counters, name) for name in types_pb2.PoolCounters.DESCRIPTOR.fields_by_name}
     return types_pb2.Pool(
         epoch=pool.epoch,
@@ -105,12 +109,13 @@ def pool_message(pool: Pool, device: str, start_time: float) -> types_pb2.Pool:
         unit_bytes=pool.unit_bytes,
         block_bytes=pool.block_bytes,
         slab_bytes=pool.slab_bytes,
-        device=device,
+        device="host" if cuda_device is None else f"cuda:{cuda_device.uuid}",
         usage=usage_message(pool.usage()),
         counters=types_pb2.PoolCounters(**counters),
         num_leases=pool.num_leases,
         num_block_tables=pool.num_tables,
         start_time=timestamp(start_time),
+        cuda_device=cuda_device,
     )
 
 

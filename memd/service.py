@@ -32,13 +32,13 @@ Answer = TypeVar("Answer", bound=Message)
 
 @dataclass(slots=True)
 class MemdLife:
-    """What the PoolServices of one memd life share. `start_time` is wall-clock."""
+    """What the PoolServices of one memd life share. `start_time` is wall-clock; `cuda_device` None is shared memory."""
 
     pool: Pool
     clock: Callable[[], float]
     start_time: float
     sessions: Sessions
-    device: str = "host"
+    cuda_device: types_pb2.CudaDevice | None = None
     requests: RequestMemory = field(default_factory=RequestMemory)
 
 
@@ -214,7 +214,7 @@ class PoolService:
             self._pool.require_epoch(epoch)
 
     def _pool_message(self) -> Any:
-        return messages.pool_message(self._pool, self._life.device, self._life.start_time)
+        return messages.pool_message(self._pool, self._life.cuda_device, self._life.start_time)
 
 
 def read_only_error(method: str) -> PagepoolError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 
@@ -27,10 +26,10 @@ _log = structlog.get_logger("memd.worker")
 
 @dataclass(frozen=True, slots=True)
 class WorkerTerms:
-    """What every worker gets: how long it may be silent, and the slab file to map."""
+    """What every worker gets: how long it may be silent, and the slab to map."""
 
     heartbeat_timeout_s: float
-    slab_path: Path
+    slab: pb.Slab
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +88,6 @@ class WorkerService:
 
     def _welcome(self, lease_id: int, *, reclaimed: bool) -> pb.AttachResponse:
         timeout_s = self.terms.heartbeat_timeout_s
-        slab = pb.Slab(size_bytes=self.pool.slab_bytes)
-        slab.shared_memory.path = str(self.terms.slab_path)
         welcome = pb.Welcome(
             epoch=self.pool.epoch,
             lease_id=lease_id,
@@ -100,7 +97,7 @@ class WorkerService:
             block_size=self.pool.block_size,
             unit_bytes=self.pool.unit_bytes,
             num_blocks=self.pool.num_blocks,
-            slabs=[slab],
+            slabs=[self.terms.slab],
         )
         return pb.AttachResponse(welcome=welcome)
 

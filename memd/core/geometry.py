@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pagekernels.layout import LAYOUT_VERSION, MAX_UNITS, Format, LayerShape, PagedLayout
+from pagekernels.layout import LAYOUT_LINEAR, LAYOUT_SWIZZLED, MAX_UNITS, Format, LayerShape, PagedLayout
 from pagepool.errors import PagepoolError, Reason, invalid_field
 
 DIGEST_BYTES = 32
 LAYER_FIELDS = ("num_kv_heads", "head_dim_k", "head_dim_v", "window")
+MEMORY = {LAYOUT_LINEAR: ("shared memory", "cpu"), LAYOUT_SWIZZLED: ("GPU memory", "cuda")}
+"""By layout version: the memory whose byte order it is, and the --device of those who use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +31,14 @@ class Geometry:
             raise invalid_field("geometry.format", self.format.name, "F32, F16 or BF16", "FP8 blocks are made by memd")
         if self.key_means:
             raise invalid_field("geometry.key_means", "true", "false", "this memd stores no key means")
-        if self.layout_version != LAYOUT_VERSION:
-            raise invalid_field("geometry.layout_version", self.layout_version, f"{LAYOUT_VERSION}", "use one version")
+        if self.layout_version not in MEMORY:
+            known = " or ".join(f"{version} ({memory})" for version, (memory, _) in MEMORY.items())
+            raise invalid_field("geometry.layout_version", self.layout_version, known, "use one version of pagepool")
         if len(self.model_digest) != DIGEST_BYTES:
             length = f"{len(self.model_digest)} bytes long"
             raise invalid_field("geometry.model_digest", length, f"{DIGEST_BYTES} bytes", "give the SHA-256")
         try:
-            return PagedLayout(block_size, self.layers, self.format)
+            return PagedLayout(block_size, self.layers, self.format, self.layout_version)
         except ValueError as error:
             raise PagepoolError(
                 Reason.INVALID_FIELD,
@@ -57,6 +60,24 @@ def cut(layout: PagedLayout, slab_bytes: int, max_num_blocks: int | None) -> int
             "start memd with a larger pool or a smaller --block-size",
         )
     return fitting if max_num_blocks is None else min(fitting, max_num_blocks)
+
+
+def require_device(pool_version: int, geometry: Geometry) -> None:
+    """DEVICE_MISMATCH if the geometry's byte order is the one of the other kind of memory than the pool's."""
+    version = geometry.layout_version
+    if version == pool_version or version not in MEMORY:
+        return
+    (ours, our_flag), (theirs, their_flag) = MEMORY[pool_version], MEMORY[version]
+    raise PagepoolError(
+        Reason.DEVICE_MISMATCH,
+        f"geometry.layout_version is {version}, the byte order of {theirs}, but the pool lies in {ours}, whose is "
+        f"{pool_version}; start the worker with --device {our_flag}, or memd with --device {their_flag}",
+        field="geometry.layout_version",
+        value=version,
+        pool_value=pool_version,
+        memory=theirs,
+        pool_memory=ours,
+    )
 
 
 def require_equal(pool: Geometry, other: Geometry) -> None:

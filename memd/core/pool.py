@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from memd.core import check, views
 from memd.core.clients import ClientLeases
-from memd.core.geometry import Geometry, cut, require_equal
+from memd.core.geometry import Geometry, cut, require_device, require_equal
 from memd.core.state import PoolState
 from memd.core.stepping import Stepper
 from memd.core.store import BlockStore
@@ -26,6 +26,7 @@ from memd.core.values import (
     Usage,
 )
 from memd.core.workers import SILENCE, WorkerLeases
+from pagekernels.layout import LAYOUT_LINEAR
 from pagepool.errors import PagepoolError, Reason, invalid_field
 
 T = TypeVar("T")
@@ -38,14 +39,23 @@ class Pool:
     reason that the protos list for it and changes nothing but counters and what time has ended. `now` is seconds on one
     monotonic clock of the caller. Ids rise and are never used twice; leases and tables share one sequence of ids.
     Allocation takes blocks never used first, then the one freed longest ago, then evicts the cached block released
-    longest ago. InvariantError means a bug here: stop the daemon.
+    longest ago. `layout_version` is the byte order of the memory that the slab is. InvariantError means a bug here:
+    stop the daemon.
     """
 
-    def __init__(self, epoch: int, block_size: int, slab_bytes: int, max_num_blocks: int | None = None) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        block_size: int,
+        slab_bytes: int,
+        max_num_blocks: int | None = None,
+        layout_version: int = LAYOUT_LINEAR,
+    ) -> None:
         if max_num_blocks is not None and max_num_blocks < 1:
             raise invalid_field("--max-num-blocks", max_num_blocks, "at least 1", "leave it out for the whole slab")
         self.slab_bytes = slab_bytes
         self.max_num_blocks = max_num_blocks
+        self.layout_version = layout_version
         self._state = PoolState(epoch, block_size)
         self._clients = ClientLeases(self._state)
         self._workers = WorkerLeases(self._state)
@@ -121,7 +131,11 @@ class Pool:
             )
 
     def declare(self, geometry: Geometry) -> None:
-        """Cut the pool for this geometry, or be content if it is cut for the same; GEOMETRY_MISMATCH else."""
+        """Cut the pool for this geometry, or be content if it is cut for the same; GEOMETRY_MISMATCH else.
+
+        DEVICE_MISMATCH if it has the byte order of other memory than the slab is.
+        """
+        require_device(self.layout_version, geometry)
         state = self._state
         if state.geometry is not None:
             require_equal(state.geometry, geometry)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from pagekernels.layout import LAYOUT_LINEAR
 from pagepool.errors import PagepoolError, invalid_field
 
 _CHUNK = 64 << 20
@@ -23,6 +24,8 @@ class HostSlab:
     The file is made without a name and gets one, which never occurs twice, only when it is locked: whatever lies in
     the directory unlocked is a leftover, and two memds that are the same pid in two namespaces stay apart.
     """
+
+    layout_version = LAYOUT_LINEAR
 
     def __init__(self, path: Path, size_bytes: int, descriptor: int) -> None:
         self.path = path
@@ -44,6 +47,9 @@ class HostSlab:
             os.close(descriptor)
             raise
         return cls(path, size_bytes, descriptor)
+
+    def __str__(self) -> str:
+        return str(self.path)
 
     def close(self) -> None:
         """Unlinks the file; the memory goes with its last mapping."""

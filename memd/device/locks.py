@@ -6,6 +6,7 @@ import fcntl
 import os
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from pagepool.errors import PagepoolError, invalid_field
@@ -57,14 +58,25 @@ class LeaseLocks:
 
     def remove_leftovers(self) -> None:
         """Removes unlocked files of former lives; young ones may be about to be locked and stay."""
+        for path, descriptor in self._files():
+            if time.time() - os.fstat(descriptor).st_mtime > _LEFTOVER_AGE_S and not _is_locked(descriptor):
+                path.unlink(missing_ok=True)
+
+    def locked(self) -> set[str]:
+        """The lease files of all processes that may touch a pool of this directory, a former memd's too."""
+        return {path.name for path, descriptor in self._files() if _is_locked(descriptor)}
+
+    def _files(self) -> Iterator[tuple[Path, int]]:
+        """Each file there, open for as long as it is looked at."""
         for path in self.directory.iterdir():
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError:  # a worker has just removed it, or it is no file: neither is ours to remove
+            except OSError:  # a worker has just removed it, or it is no file: neither is ours to look at
                 continue
-            if time.time() - os.fstat(descriptor).st_mtime > _LEFTOVER_AGE_S and not _is_locked(descriptor):
-                path.unlink(missing_ok=True)
-            os.close(descriptor)
+            try:
+                yield path, descriptor
+            finally:
+                os.close(descriptor)
 
     def _opened(self, name: str) -> int:
         if not name or name != os.path.basename(name) or name in {".", ".."} or "\0" in name:  # noqa: PTH119

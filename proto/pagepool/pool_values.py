@@ -87,8 +87,24 @@ PoolEvent = Grant | Refusal | Capacity | Draining | Lost
 
 
 @dataclass(frozen=True, slots=True)
+class CudaDevice:
+    """The GPU that a pool lies on.
+
+    uuid is "GPU-..." or, for a MIG instance, "MIG-..."; memd_pid is memd's in its own PID namespace, and must not be
+    the worker's own.
+    """
+
+    uuid: str
+    memd_pid: int
+    name: str = "GPU"
+
+
+@dataclass(frozen=True, slots=True)
 class PoolInfo:
-    """What a worker learns when it attaches."""
+    """What a worker learns when it attaches.
+
+    The slab is the file slab_paths[0], or, if the pool lies on cuda_device, the allocation behind cuda_handle.
+    """
 
     epoch: int
     lease_id: int
@@ -97,3 +113,5 @@ class PoolInfo:
     unit_bytes: int
     slab_paths: Sequence[str] = field(default_factory=tuple)
     slab_bytes: int = 0
+    cuda_device: CudaDevice | None = None
+    cuda_handle: bytes = field(default=b"", repr=False)

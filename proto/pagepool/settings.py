@@ -144,6 +144,14 @@ def choice(*words: str) -> Callable[[str], str]:
     return parse
 
 
+def parse_device(text: str) -> str:
+    """A device: `auto`, `cpu`, `cuda`, or `cuda:N` by CUDA's numbers. Raises ValueError."""
+    number = text.removeprefix("cuda:")
+    if text not in {"auto", "cpu", "cuda"} and not (number != text and number.isascii() and number.isdigit()):
+        raise ValueError("auto, cpu, cuda, or cuda:N with a GPU's number")
+    return text
+
+
 _SIZE_UNITS = {
     "": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,

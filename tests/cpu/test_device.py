@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from memd import daemon
+from memd import slabs
 from memd.clock import LivenessClock
 from memd.config import MemdConfig
 from memd.device import host
@@ -206,17 +206,17 @@ def little_room(monkeypatch: pytest.MonkeyPatch, shm: Path, room: int) -> None:
 async def test_a_memd_that_comes_back_waits_for_the_memory_that_workers_still_map(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon, "FORMER_POLL_S", 0.01)
+    monkeypatch.setattr(slabs, "FORMER_POLL_S", 0.01)
     little_room(monkeypatch, shm, 3 << 20)
     worker = lock_of_a_worker(make_slab(shm, 2 << 20))
     config = MemdConfig(slab_dir=shm, pool_bytes=2 << 20)
-    coming = asyncio.create_task(daemon._slab(config, asyncio.Event()))
+    coming = asyncio.create_task(slabs._host_slab(config, asyncio.Event()))
     await asyncio.sleep(0.1)
     assert not coming.done()
     os.close(worker)
     slab = await asyncio.wait_for(coming, 5)
     assert slab is not None
-    assert slabs(shm) == [slab.path]
+    assert slabs_in(shm) == [slab.path]
     slab.close()
 
 
@@ -225,27 +225,27 @@ async def test_what_would_not_fit_into_an_empty_directory_is_refused_at_once(
 ) -> None:
     little_room(monkeypatch, shm, 1 << 20)
     with pytest.raises(PagepoolError, match="--pool-bytes"):
-        await asyncio.wait_for(daemon._slab(MemdConfig(slab_dir=shm, pool_bytes=2 << 20), asyncio.Event()), 1)
+        await asyncio.wait_for(slabs._host_slab(MemdConfig(slab_dir=shm, pool_bytes=2 << 20), asyncio.Event()), 1)
 
 
 async def test_a_slab_that_its_last_worker_lets_go_later_is_removed_in_time(
     shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon, "SWEEP_S", 0.01)
+    monkeypatch.setattr(slabs, "SWEEP_S", 0.01)
     worker = lock_of_a_worker(make_slab(shm))
-    sweeping = asyncio.create_task(daemon._keep_sweeping(shm))
+    sweeping = asyncio.create_task(slabs.keep_sweeping(shm))
     await asyncio.sleep(0.1)
-    assert slabs(shm)
+    assert slabs_in(shm)
     os.close(worker)
     for _ in range(500):
         await asyncio.sleep(0.01)
-        if not slabs(shm):
+        if not slabs_in(shm):
             break
     sweeping.cancel()
-    assert not slabs(shm)
+    assert not slabs_in(shm)
 
 
-def slabs(shm: Path) -> list[Path]:
+def slabs_in(shm: Path) -> list[Path]:
     return list(shm.iterdir())
 
 

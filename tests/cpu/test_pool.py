@@ -93,12 +93,26 @@ def test_another_geometry_is_refused_by_its_first_difference(
     assert pool.geometry == GEOMETRY
 
 
+@pytest.mark.parametrize(("ours", "theirs", "way_out"), [(1, 2, "cpu, or memd with --device cuda"), (2, 1, "cuda, or")])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_byte_order_of_other_memory_is_refused_with_both_ways_out(
+    ours: int, theirs: int, way_out: str, is_cut: bool
+) -> None:
+    pool = Pool(7, B, 1 << 30, layout_version=ours)
+    if is_cut:
+        pool.declare(dataclasses.replace(GEOMETRY, layout_version=ours))
+    with pytest.raises(PagepoolError, match=f"start the worker with --device {way_out}") as error:
+        pool.declare(dataclasses.replace(GEOMETRY, layout_version=theirs))
+    assert (error.value.reason, error.value.field) == (Reason.DEVICE_MISMATCH, "geometry.layout_version")
+    assert (pool.num_blocks > 0) == is_cut
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
         ({"format": Format.FP8_E4M3}, "geometry.format"),
         ({"key_means": True}, "geometry.key_means"),
-        ({"layout_version": 2}, "geometry.layout_version"),
+        ({"layout_version": 3}, "geometry.layout_version"),
         ({"model_digest": b"short"}, "geometry.model_digest"),
         ({"layers": ()}, "geometry.layers"),
         ({"layers": (LayerShape(0, 8, 8),)}, "geometry.layers"),

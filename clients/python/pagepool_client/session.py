@@ -15,6 +15,7 @@ from typing import Self
 from pagepool.pool_values import PoolEvent, PoolInfo, Step
 from pagepool_client.attach_line import AttachLine, Attachment
 from pagepool_client.channels import socket_path
+from pagepool_client.cuda_mapping import CudaMapping
 from pagepool_client.mapping import LeaseLock, SlabMapping
 
 LEASE_FOLDER = "leases"
@@ -25,13 +26,15 @@ __all__ = ["Attachment", "PoolSession"]
 class PoolSession:
     """An attached worker. A lost session is closed, and another one made.
 
-    `memory` is the slab as writable bytes; after `close` it reads zeros and reaches nothing (see SlabMapping).
+    `memory` is the slab: writable bytes, which after `close` read zeros and reach nothing (see SlabMapping), or, if the
+    pool lies on a GPU, a CudaMapping, for which the GPU's context must be current on the thread that makes the session
+    and closes it.
     After the event `Lost`, which is the last one, steps are dropped. `signal` is set whenever there is something to
     poll: a caller that waits for more than the pool passes its own event, and sets it too.
 
     The constructor attaches, maps the slab and begins to keep the lease. It raises PagepoolError: INVALID_FIELD if
-    `memd` is no Unix socket, GEOMETRY_MISMATCH, DRAINING, or UNAVAILABLE (POOL_LOST among them) while memd is not
-    there; the last two may be tried again.
+    `memd` is no Unix socket, GEOMETRY_MISMATCH, DEVICE_MISMATCH, DRAINING, or UNAVAILABLE (POOL_LOST among them) while
+    memd is not there; the last two may be tried again.
     """
 
     def __init__(self, attachment: Attachment, signal: threading.Event | None = None) -> None:
@@ -46,9 +49,11 @@ class PoolSession:
             self._lock.release()
             raise
 
-    def _mapped(self) -> SlabMapping:
+    def _mapped(self) -> SlabMapping | CudaMapping:
         info = self._line.info
         try:
+            if info.cuda_device is not None:
+                return CudaMapping(info.cuda_handle, info.slab_bytes, info.cuda_device)
             (path,) = info.slab_paths
             return SlabMapping(path, info.slab_bytes)
         except BaseException:
@@ -65,9 +70,9 @@ class PoolSession:
         return self._line.info
 
     @property
-    def memory(self) -> memoryview:
+    def memory(self) -> memoryview | CudaMapping:
         """The slab."""
-        return self._mapping.view
+        return self._mapping if isinstance(self._mapping, CudaMapping) else self._mapping.view
 
     @property
     def steps_sent(self) -> int:

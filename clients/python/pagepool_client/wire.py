@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagekernels.layout import LAYOUT_VERSION, PagedLayout
+from pagekernels.layout import PagedLayout
 from pagepool.memd.v1.types_pb2 import Format, Geometry, LayerGeometry
 from pagepool.memd.v1.worker_service_pb2 import (
     REFUSAL_REASON_REQUEST_TOO_LARGE,
@@ -10,11 +10,14 @@ from pagepool.memd.v1.worker_service_pb2 import (
     StepResult,
     Welcome,
 )
-from pagepool.pool_values import Grant, PoolEvent, PoolInfo, Refusal, Step
+from pagepool.pool_values import CudaDevice, Grant, PoolEvent, PoolInfo, Refusal, Step
 
 
 def geometry_message(layout: PagedLayout, model_digest: bytes, model_name: str) -> Geometry:
-    """What a worker declares in Attach. `model_digest` is SHA-256 over the model's config and weights, 32 bytes."""
+    """What a worker declares in Attach; the layout's version says on what kind of device it runs.
+
+    `model_digest` is SHA-256 over the model's config and weights, 32 bytes.
+    """
     layers = [
         LayerGeometry(
             num_kv_heads=layer.num_kv_heads,
@@ -27,7 +30,7 @@ def geometry_message(layout: PagedLayout, model_digest: bytes, model_name: str) 
     return Geometry(
         layers=layers,
         format=Format.Name(int(layout.format)),
-        layout_version=LAYOUT_VERSION,
+        layout_version=layout.version,
         model_digest=model_digest,
         model_name=model_name,
     )
@@ -74,12 +77,15 @@ def events_of(result: StepResult) -> list[PoolEvent]:
 
 def pool_info(welcome: Welcome) -> PoolInfo:
     """The pool that a Welcome describes."""
+    cuda = next((slab.cuda_ipc for slab in welcome.slabs if slab.HasField("cuda_ipc")), None)
     return PoolInfo(
         epoch=welcome.epoch,
         lease_id=welcome.lease_id,
         block_size=welcome.block_size,
         num_blocks=welcome.num_blocks,
         unit_bytes=welcome.unit_bytes,
-        slab_paths=tuple(slab.shared_memory.path for slab in welcome.slabs),
+        slab_paths=tuple(slab.shared_memory.path for slab in welcome.slabs if slab.HasField("shared_memory")),
         slab_bytes=sum(slab.size_bytes for slab in welcome.slabs),
+        cuda_device=None if cuda is None else CudaDevice(cuda.device_uuid, cuda.memd_pid),
+        cuda_handle=b"" if cuda is None else cuda.handle,
     )

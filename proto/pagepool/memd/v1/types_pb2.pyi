@@ -123,8 +123,18 @@ class PoolCounters(_message.Message):
     lost_leases: int
     def __init__(self, allocated_blocks: _Optional[int] = ..., freed_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., refused_requests: _Optional[int] = ..., attach_steps: _Optional[int] = ..., lost_leases: _Optional[int] = ...) -> None: ...
 
+class CudaDevice(_message.Message):
+    __slots__ = ("uuid", "name", "memd_pid")
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    MEMD_PID_FIELD_NUMBER: _ClassVar[int]
+    uuid: str
+    name: str
+    memd_pid: int
+    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., memd_pid: _Optional[int] = ...) -> None: ...
+
 class Pool(_message.Message):
-    __slots__ = ("epoch", "block_size", "geometry", "unit_bytes", "block_bytes", "slab_bytes", "device", "usage", "counters", "num_leases", "num_block_tables", "start_time")
+    __slots__ = ("epoch", "block_size", "geometry", "unit_bytes", "block_bytes", "slab_bytes", "device", "usage", "counters", "num_leases", "num_block_tables", "start_time", "cuda_device")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +147,7 @@ class Pool(_message.Message):
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCK_TABLES_FIELD_NUMBER: _ClassVar[int]
     START_TIME_FIELD_NUMBER: _ClassVar[int]
+    CUDA_DEVICE_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     block_size: int
     geometry: Geometry
@@ -149,7 +160,8 @@ class Pool(_message.Message):
     num_leases: int
     num_block_tables: int
     start_time: _timestamp_pb2.Timestamp
-    def __init__(self, epoch: _Optional[int] = ..., block_size: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., unit_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., device: _Optional[str] = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., counters: _Optional[_Union[PoolCounters, _Mapping]] = ..., num_leases: _Optional[int] = ..., num_block_tables: _Optional[int] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+    cuda_device: CudaDevice
+    def __init__(self, epoch: _Optional[int] = ..., block_size: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., unit_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., device: _Optional[str] = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., counters: _Optional[_Union[PoolCounters, _Mapping]] = ..., num_leases: _Optional[int] = ..., num_block_tables: _Optional[int] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., cuda_device: _Optional[_Union[CudaDevice, _Mapping]] = ...) -> None: ...
 
 class BlockHolder(_message.Message):
     __slots__ = ("lease_id", "table_id", "ref_count")

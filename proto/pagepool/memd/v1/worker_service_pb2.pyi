@@ -85,20 +85,32 @@ class Welcome(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., reclaimed: _Optional[bool] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., heartbeat_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., block_size: _Optional[int] = ..., unit_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., slabs: _Optional[_Iterable[_Union[Slab, _Mapping]]] = ...) -> None: ...
 
 class Slab(_message.Message):
-    __slots__ = ("index", "size_bytes", "shared_memory")
+    __slots__ = ("index", "size_bytes", "shared_memory", "cuda_ipc")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    CUDA_IPC_FIELD_NUMBER: _ClassVar[int]
     index: int
     size_bytes: int
     shared_memory: SharedMemoryHandle
-    def __init__(self, index: _Optional[int] = ..., size_bytes: _Optional[int] = ..., shared_memory: _Optional[_Union[SharedMemoryHandle, _Mapping]] = ...) -> None: ...
+    cuda_ipc: CudaIpcHandle
+    def __init__(self, index: _Optional[int] = ..., size_bytes: _Optional[int] = ..., shared_memory: _Optional[_Union[SharedMemoryHandle, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcHandle, _Mapping]] = ...) -> None: ...
 
 class SharedMemoryHandle(_message.Message):
     __slots__ = ("path",)
     PATH_FIELD_NUMBER: _ClassVar[int]
     path: str
     def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class CudaIpcHandle(_message.Message):
+    __slots__ = ("handle", "device_uuid", "memd_pid")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
+    MEMD_PID_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    device_uuid: str
+    memd_pid: int
+    def __init__(self, handle: _Optional[bytes] = ..., device_uuid: _Optional[str] = ..., memd_pid: _Optional[int] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("sequence",)

@@ -57,6 +57,8 @@ class WorkerServiceServicer:
         INVALID_ARGUMENT / MALFORMED_REQUEST: the bytes do not parse; mend the client.
         INVALID_ARGUMENT / INVALID_FIELD: the geometry is not possible with memd's block size or pool size, the lock
         file is not a locked file in memd's directory; mend the worker.
+        FAILED_PRECONDITION / DEVICE_MISMATCH: geometry.layout_version is the one of another kind of memory than the
+        pool's; start the worker and memd on the same device (--device).
         FAILED_PRECONDITION / GEOMETRY_MISMATCH: the pool belongs to another geometry or other weights, named with both
         values; use those weights, or another memd.
         FAILED_PRECONDITION / LEASE_LOST: no heartbeat in time; stop using the mapping, drop the lock, attach anew.
