@@ -130,12 +130,12 @@ class TokenModel:
 
     def forward(self, step: StepInput) -> torch.Tensor:
         self.steps.append(step)
-        if self.fail_next is not None:
-            error, self.fail_next = self.fail_next, None
-            raise error
+        error, self.fail_next = self.fail_next, None
         for slot, token in zip(step.slots, step.token_ids, strict=True):
             if slot >= 0:
-                self._kv[slot] = token
+                self._kv[slot] = 0 if error else token
+        if error:
+            raise error
         rows: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
         first = 0
         for q_len, kv_len, table in zip(step.q_lens, step.kv_lens, step.tables, strict=True):
