@@ -7,8 +7,6 @@ use the device's primary context.
 
 from __future__ import annotations
 
-import ctypes
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +42,8 @@ class CudaDevice:
     """A GPU with its primary context current on this thread, until close().
 
     index            CUDA's number of the device within CUDA_VISIBLE_DEVICES
-    uuid             "GPU-...", the same in every process and container, as nvidia-smi -L prints it
+    api              the module pycuda.driver
+    uuid             "GPU-..." or "MIG-...", the same in every process and container; see identity.Gpu
     arch             "sm_90"
     num_sms          multiprocessors
     max_shared_bytes dynamic shared memory that one thread block may have
@@ -53,16 +52,20 @@ class CudaDevice:
     """
 
     def __init__(self, index: int, cache_dir: Path | None = None) -> None:
-        driver = _driver()
-        if not 0 <= index < driver.Device.count():
+        from pagekernels.cuda.identity import open_driver, visible_gpus  # late: it names this module's error
+
+        driver = open_driver()
+        self.api: Any = driver.api
+        gpus = visible_gpus(driver)
+        if not 0 <= index < len(gpus):
             raise CudaUnavailableError(
-                f"the CUDA device is {index}, but {driver.Device.count()} are visible: say cuda:0 to "
-                f"cuda:{driver.Device.count() - 1}, or change CUDA_VISIBLE_DEVICES"
+                f"the CUDA device is {index}, but {len(gpus)} are visible: say cuda:0 to cuda:{len(gpus) - 1}, "
+                "or change CUDA_VISIBLE_DEVICES"
             )
-        device = driver.Device(index)
-        attribute = driver.device_attribute
+        device = self.api.Device(index)
+        attribute = self.api.device_attribute
         major, minor = device.compute_capability()
-        self.index, self.uuid, self.arch = index, device_uuid(index), f"sm_{major}{minor}"
+        self.index, self.uuid, self.arch = index, gpus[index].uuid, f"sm_{major}{minor}"
         self.num_sms: int = device.get_attribute(attribute.MULTIPROCESSOR_COUNT)
         self.max_shared_bytes: int = device.get_attribute(attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
         self._cache_dir = cache_dir
@@ -70,7 +73,7 @@ class CudaDevice:
         self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._context: Any = device.retain_primary_context()
         self._context.push()
-        self.stream: Any = driver.Stream(1)  # CU_STREAM_NON_BLOCKING
+        self.stream: Any = self.api.Stream(1)  # CU_STREAM_NON_BLOCKING
         self.stream_handle: int = self.stream.handle
 
     def kernel(self, source: str, name: str, defines: build.Defines, dynamic_shared: int = 0) -> Kernel:
@@ -86,10 +89,10 @@ class CudaDevice:
         if key not in self._kernels:
             if which not in self._modules:
                 cubin = build.cubin(source, defines, self.arch, self._cache_dir)
-                self._modules[which] = _driver().module_from_buffer(cubin)
+                self._modules[which] = self.api.module_from_buffer(cubin)
             function = self._modules[which].get_function(name)
             if dynamic_shared > _DEFAULT_SHARED:
-                attribute = _driver().function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
+                attribute = self.api.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES
                 function.set_attribute(attribute, dynamic_shared)
             self._kernels[key] = Kernel(function, self.stream, dynamic_shared)
         return self._kernels[key]
@@ -119,29 +122,3 @@ def open_device(index: int, cache_dir: Path | None = None) -> CudaDevice:
     Raises CudaUnavailableError where PyCUDA, the driver or the device is missing.
     """
     return CudaDevice(index, cache_dir)
-
-
-def device_uuid(index: int) -> str:
-    """The device's identity, "GPU-" and 36 characters; a MIG instance has its own. Needs no context."""
-    _driver()
-    cuda = ctypes.CDLL("libcuda.so.1")
-    handle, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    for code in (cuda.cuDeviceGet(ctypes.byref(handle), index), cuda.cuDeviceGetUuid_v2(ctypes.byref(raw), handle)):
-        if code:
-            raise CudaUnavailableError(f"CUDA device {index} has no UUID: the driver answered with error {code}")
-    return f"GPU-{uuid.UUID(bytes=bytes(raw))}"
-
-
-def _driver() -> Any:
-    """pycuda.driver, initialised. Imported late: without a driver its import fails."""
-    try:
-        from pycuda import driver
-
-        driver.init()
-    except ImportError as error:
-        raise CudaUnavailableError(
-            f"CUDA cannot be used: {error}; it needs NVIDIA's driver and `pip install 'pagepool[cuda]'`"
-        ) from error
-    except driver.Error as error:
-        raise CudaUnavailableError(f"CUDA cannot be used: {error}; see what nvidia-smi says") from error
-    return driver
