@@ -84,7 +84,17 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def default_signals() -> Iterator[None]:
+    """A child inherits which signals are ignored; under nohup, or as a job of a script, these two are."""
+    ends = (signal.SIGINT, signal.SIGHUP)
+    before = [signal.signal(end, signal.default_int_handler) for end in ends]
+    yield
+    for end, handler in zip(ends, before, strict=True):
+        signal.signal(end, handler)
+
+
+@pytest.fixture
+def start(tmp_path: Path, default_signals: None) -> Iterator[Start]:
     running = []
 
     def launch(*words: str) -> subprocess.Popen[str]:
