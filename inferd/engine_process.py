@@ -2,7 +2,7 @@
 
 FD is an inherited end of a socket pair; the front's first message on it is the Setup. SIGTERM is an orderly exit from
 the first moment on. Exit codes: 0 after an orderly stop, 2 if the engine cannot start with what it was told (Failed for
-request 0 has said why), 1 for a bug.
+request 0 has said why), 75 if it needs another PID than it has (see inferd.device), 1 for a bug.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ def main(fd: int) -> int:
     """Serve the front at the other end of a socket; the exit code."""
     quit_on_sigterm()
     from inferd import engine_setup  # takes long, and SIGTERM is to be orderly meanwhile
+    from inferd.device import EXIT_RESPAWN, RespawnError
 
     front = socket.socket(fileno=fd)
     front.set_inheritable(False)
-    return engine_setup.serve(front)
+    try:
+        return engine_setup.serve(front)
+    except RespawnError:
+        return EXIT_RESPAWN
 
 
 if __name__ == "__main__":

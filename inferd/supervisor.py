@@ -12,10 +12,12 @@ import structlog
 
 from inferd.channel import FrontChannel
 from inferd.core.messages import Setup, Shutdown
+from inferd.device import EXIT_RESPAWN
 from inferd.dispatch import Dispatcher
 from pagepool.errors import PagepoolError, Reason
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+MAX_RESPAWNS = 3
 EXIT_ALLOWANCE_S = 5.0
 """What an engine may need, beyond the grace, to give its blocks back and exit."""
 
@@ -38,7 +40,8 @@ class Supervisor:
     """One engine after the other, for one dispatcher.
 
     An engine that dies after it has served is started again, after a pause that doubles from life to life that did
-    not get to serve. One that never served, or that says itself that it cannot, ends `run`.
+    not get to serve; one that has memd's PID at once. One that never served, or that says itself that it cannot, ends
+    `run`.
     """
 
     def __init__(
@@ -58,15 +61,21 @@ class Supervisor:
 
         CancelledError kills the engine that runs.
         """
-        ever, pause = False, FIRST_PAUSE_S
+        ever, pause, respawns = False, FIRST_PAUSE_S, 0
         while True:
-            served, why = await self._live()
+            served, code = await self._live()
             if self._stopping:
                 return
+            if code == EXIT_RESPAWN and respawns < MAX_RESPAWNS:  # the next child has another PID
+                respawns += 1
+                _log.info("the engine had memd's PID, each in its own PID namespace, and is started again")
+                continue
+            why = f"signal {-code}" if code < 0 else f"exit code {code}"
             ever = ever or served
             if not ever:
                 message = f"the engine did not get to serve ({why}); its log says more"
                 raise PagepoolError(Reason.ENGINE_FAILED, message, cause=why)
+            respawns = 0
             pause = FIRST_PAUSE_S if served else min(2 * pause, LONGEST_PAUSE_S)
             _log.error("the engine died and is started again", cause=why, pause_s=pause)
             await self._sleep(pause)
@@ -85,8 +94,8 @@ class Supervisor:
         finally:
             life.kill()
 
-    async def _live(self) -> tuple[bool, str]:
-        """One engine's life; whether it served, and how it ended. Raises what it says it cannot start for."""
+    async def _live(self) -> tuple[bool, int]:
+        """One engine's life; whether it served, and its exit code. Raises what it says it cannot start for."""
         life = self._life = await self._launch()
         served = False
         try:
@@ -104,7 +113,7 @@ class Supervisor:
             self._dispatcher.disconnected("its process is gone")
         if self._dispatcher.fatal is not None:
             raise self._dispatcher.fatal
-        return served, f"signal {-code}" if code < 0 else f"exit code {code}"
+        return served, code
 
 
 async def _exits(life: EngineLife, within_s: float = EXIT_ALLOWANCE_S) -> None:

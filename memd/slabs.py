@@ -65,9 +65,9 @@ class OpenGpu:
         return self.thread.run(memory_of, self.driver)
 
 
-def describe(config: MemdConfig) -> str:
+def describe(config: MemdConfig, driver: Callable[[], Driver] = open_driver) -> str:
     """One line that says where the pool would lie and how large it would be now. Raises INVALID_FIELD if it cannot."""
-    opened = OpenGpu.open(config.device)
+    opened = OpenGpu.open(config.device, driver)
     if isinstance(opened, str):
         size = config.pool_bytes or default_pool_bytes(config.slab_dir)
         return f"the pool lies in shared memory in {config.slab_dir}: {size} bytes (no GPU: {opened})"

@@ -136,7 +136,9 @@ def memds(private_dir: Path, slab_dir: Path) -> Iterator[Callable[..., Memd]]:
     def start(*flags: str, directory: Path = private_dir, environ: Mapping[str, str] | None = None) -> Memd:
         listen = ["--listen", f"unix:{directory / 'memd.sock'}", "--listen", "tcp:127.0.0.1:0"]
         command = [sys.executable, "-m", "memd", *listen, "--slab-dir", str(slab_dir), "--log-format", "json"]
-        if "--pool-bytes" not in flags:
+        if "--device" not in flags:  # these tests are of the CPU, also where there is a GPU
+            command += ["--device", "cpu"]
+        if not {"--pool-bytes", "--reserve-bytes"} & set(flags):
             command += ["--pool-bytes", "16MiB"]
         log = (directory / "memd.log").open("a")
         with log:
