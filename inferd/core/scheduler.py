@@ -11,7 +11,7 @@ from itertools import islice
 
 from inferd.core.ports import Commit, Grant, PoolInfo, Refusal, Step, StepInput, TableRequest
 from inferd.core.sequence import Phase, Sequence
-from pagekernels.layout import slot_mapping
+from pagekernels.layout import slot_mapping, slot_of
 from pagepool.errors import PagepoolError, Reason, invalid_field
 
 
@@ -221,13 +221,17 @@ class Scheduler:
         slots: list[int] = []
         rows: list[int] = []
         sampled: list[Sequence] = []
+        size = self._block_size
         for sequence, count in chunks:
             first = sequence.num_launched
-            last = first + count
-            # Beyond what is known lies the token that the step before samples.
-            tokens += sequence.tokens[first:last] or (-1 - sequence.row,)
-            positions += range(first, last)
-            slots += slot_mapping(sequence.entries, first, last, self._block_size)
+            if count == 1:  # of many decodes this is most of the work, so no lists of one
+                tokens.append(sequence.next_id)
+                positions.append(first)
+                slots.append(slot_of(sequence.entries, first, size))
+            else:
+                tokens += sequence.tokens[first : first + count]
+                positions += range(first, first + count)
+                slots += slot_mapping(sequence.entries, first, first + count, size)
             if sequence.launch(count, len(rows), now):
                 rows.append(len(tokens) - 1)
                 sampled.append(sequence)

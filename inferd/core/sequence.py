@@ -49,6 +49,7 @@ class Sequence:
         if submit.max_tokens < 1:
             raise invalid_field("max_tokens", submit.max_tokens, "at least 1", "leave it out for the default")
         self.submit = submit
+        self.request = submit.request
         self.phase = Phase.WAITING
         self.tokens = list(submit.prompt)
         self.length = self.num_prompt = len(self.tokens)
@@ -63,11 +64,6 @@ class Sequence:
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
-
-    @property
-    def request(self) -> int:
-        """The front's number for the request."""
-        return self.submit.request
 
     @property
     def rank(self) -> tuple[int, float, int]:
@@ -102,6 +98,11 @@ class Sequence:
         table_id, self.table_id, self.entries = self.table_id, 0, ()
         self.cached_tokens = self.num_computed = self.num_launched = 0
         return table_id
+
+    @property
+    def next_id(self) -> int:
+        """The next token as a step's input: its id, or the reference of StepInput if it is not known yet."""
+        return self.tokens[self.num_launched] if self.num_launched < len(self.tokens) else -1 - self.row
 
     def launch(self, count: int, row: int, now: float) -> bool:
         """`count` more tokens go into a step; whether the step samples the next token, as its logit row `row`."""

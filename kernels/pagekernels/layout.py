@@ -163,5 +163,15 @@ def slot_mapping(entries: Sequence[int], first: int, last: int, block_size: int)
     A slot is what the append kernel writes to; the block's format is the pool's native one, since only unsealed
     blocks are written.
     """
-    mask = MAX_UNITS - 1
-    return [(entries[p // block_size] & mask) * block_size + p % block_size for p in range(first, last)]
+    slots: list[int] = []
+    while first < last:
+        count = min(block_size - first % block_size, last - first)
+        slot = slot_of(entries, first, block_size)
+        slots += range(slot, slot + count)
+        first += count
+    return slots
+
+
+def slot_of(entries: Sequence[int], position: int, block_size: int) -> int:
+    """The slot of one token position; see slot_mapping."""
+    return (entries[position // block_size] & (MAX_UNITS - 1)) * block_size + position % block_size
