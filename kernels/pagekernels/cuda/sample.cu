@@ -28,17 +28,16 @@ sample_top(const Logit* logits, int64_t stride, int vocab, int aligned, const Ro
         return;
     }
     const Logit* line = logits + row * stride;
-    float best = -INFINITY, v[WIDE];
-    int id = 0;
+    float best = -INFINITY;
+    int id = 0, first = blockIdx.x * THREADS + threadIdx.x;
     bool broken = false;
-    for (int at = (blockIdx.x * THREADS + threadIdx.x) * WIDE; at < vocab; at += splits * THREADS * WIDE) {
-        load(line, at, vocab, aligned, v);
+    each_wide(line, vocab, aligned, first, splits * THREADS, [&](const Packed& logits, int at) {
 #pragma unroll
         for (int i = 0; i < WIDE; ++i) {
-            broken |= v[i] != v[i];
-            if (v[i] > best) best = v[i], id = at + i;
+            broken |= logits[i] != logits[i];
+            if (logits[i] > best) best = logits[i], id = at + i;
         }
-    }
+    });
     best = broken ? NAN : best + 0.0f;  // -0 and 0 are equal
     uint64_t key = block_largest((uint64_t)ordered(best) << 32 | (uint32_t)~id);
     if (splits > 1) {
@@ -66,71 +65,104 @@ __device__ __forceinline__ uint64_t stream_of(const Row& how) {
     return mix((stream ^ how.position) + GAMMA);
 }
 
+__device__ __forceinline__ float log2_of(float v) {
+    float result;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(v));
+    return result;
+}
+
 // Score plus noise, as the CPU adds them.
 __device__ __noinline__ Draw exact(float score, uint64_t bits, int id) {
     double uniform = ((double)(bits >> 11) + 0.5) * 0x1p-53;
     return {(double)score - log(-log1p(-uniform)), id};
 }
 
-#define SLACK 1e-3f  // far more than the single-precision logarithms below are off
+// Bounds of the noise of a token, in single precision from the upper 32 bits, with more slack than that is off. Both
+// without LIFT, which all tokens have in common.
+#define SLACK 1e-3f
+#define LIFT (32 * 0.69314718f + SLACK)
 
-// At least the noise of `bits`: -log(uniform), since -log1p(-x) >= x, from the upper 32 bits, rounded down.
-__device__ __forceinline__ float most_noise(uint64_t bits) {
-    return (32.0f - __log2f(__uint2float_rd((uint32_t)(bits >> 32)))) * 0.69314718f + SLACK;
+// At least the score plus noise: noise is at most -log(uniform), since -log1p(-x) >= x.
+__device__ __forceinline__ float at_least(float score, uint32_t upper) {
+    return __fmaf_rn(log2_of(__uint2float_rd(upper)), -0.69314718f, score);
 }
 
-// At most the noise of `bits`.
-__device__ __forceinline__ float least_noise(uint64_t bits) {
-    uint32_t upper = (uint32_t)(bits >> 32);
+// At most the score plus noise.
+__device__ __forceinline__ float at_most(float score, uint32_t upper) {
     float above = __uint2float_ru(upper) * 0x1p-32f + 0x1p-32f;  // the uniform number is below this
-    if (above <= 0.5f) return -logf(above) - above - SLACK;      // -log1p(-x) <= x + x * x there
-    return -logf(-logf(__uint2float_rd(~upper) * 0x1p-32f)) - SLACK;
+    float noise = above <= 0.5f ? -logf(above) - above           // -log1p(-x) <= x + x * x there
+                                : -logf(-logf(__uint2float_rd(~upper) * 0x1p-32f));
+    return score + (noise - SLACK - LIFT);
 }
 
-// Calls visit(score, bits, id) for each kept token of this thread's share of a row.
-template <typename Visit>
-__device__ __forceinline__ void each_kept(const Logit* line, int vocab, int aligned, Scale scale, Cut cut,
-                                          uint64_t stream, Visit visit) {
-    float v[WIDE];
-    for (int at = (blockIdx.x * THREADS + threadIdx.x) * WIDE; at < vocab; at += gridDim.x * THREADS * WIDE) {
-        load(line, at, vocab, aligned, v);
-#pragma unroll
-        for (int i = 0; i < WIDE; ++i) {
-            float score = scale.score(v[i]);
-            if (score < cut.score || (score == cut.score && at + i < cut.id)) continue;
-            visit(score, mix(stream + (uint64_t)(at + i + 1) * GAMMA), at + i);
-        }
+// A row while it is drawn from.
+struct Draws {
+    const Logit* line;
+    int vocab, aligned;
+    Scale scale;
+    Cut cut;
+    uint64_t stream;
+
+    // The score of a token; -inf if it is cut.
+    __device__ __forceinline__ float kept(float logit, int id) const {
+        float score = scale.score(logit);
+        return score > cut.score || (score == cut.score && id >= cut.id) ? score : -INFINITY;
     }
-}
+    __device__ __forceinline__ uint64_t bits(int id) const { return mix(stream + (uint64_t)(id + 1) * GAMMA); }
 
-// The best two bounds of a thread, and the token of the first. Double-precision logarithms are taken only for tokens
-// whose bound reaches what some other token has for certain: two or three of a row.
-struct Bounds {
-    float first = -INFINITY, second = -INFINITY, score = 0;
-    uint64_t bits = 0;
-    int id = -1;
+    // Calls visit(bound, at) with the largest bound among each WIDE tokens of this thread's share.
+    template <typename Visit>
+    __device__ __forceinline__ void each_bound(Visit visit) const {
+        int first = blockIdx.x * THREADS + threadIdx.x;
+        each_wide(line, vocab, aligned, first, gridDim.x * THREADS, [&](const Packed& logits, int at) {
+            float scores[WIDE], best = -INFINITY;
+#pragma unroll
+            for (int i = 0; i < WIDE; ++i) best = fmaxf(best, scores[i] = kept(logits[i], at + i));
+            if (best == -INFINITY) return;
+            uint64_t counter = stream + (uint64_t)(at + 1) * GAMMA;
+            best = -INFINITY;
+#pragma unroll
+            for (int i = 0; i < WIDE; ++i) {
+                best = fmaxf(best, at_least(scores[i], (uint32_t)(mix(counter + i * GAMMA) >> 32)));
+            }
+            visit(best, at);
+        });
+    }
 
-    __device__ __forceinline__ void add(float bound, float score, uint64_t bits, int id) {
-        if (bound > first) {
-            second = first;
-            first = bound, this->score = score, this->bits = bits, this->id = id;
-        } else {
-            second = fmaxf(second, bound);
+    // Calls visit(score, bits, id) for those of the WIDE tokens at `at` whose bound is not below `least`.
+    template <typename Visit>
+    __device__ __forceinline__ void each_token(int at, float least, Visit visit) const {
+        Packed logits = fetch(line, at, vocab, aligned);
+#pragma unroll 1
+        for (int i = 0; i < WIDE; ++i) {
+            float score = kept(logits[i], at + i);
+            uint64_t noise = bits(at + i);
+            if (score > -INFINITY && at_least(score, (uint32_t)(noise >> 32)) >= least) visit(score, noise, at + i);
         }
     }
 };
 
-__device__ Draw best_of_part(const Logit* line, int vocab, int aligned, Scale scale, Cut cut, uint64_t stream) {
-    Bounds bounds;
-    each_kept(line, vocab, aligned, scale, cut, stream, [&](float score, uint64_t bits, int id) {
-        bounds.add(score + most_noise(bits), score, bits, id);
+// Double-precision logarithms are taken only for tokens whose bound reaches what some other token has for certain: two
+// or three of a row. Each thread keeps its best bounds, of WIDE tokens each, and looks at the tokens afterwards.
+__device__ Draw best_of_part(const Draws& draws) {
+    float first = -INFINITY, second = -INFINITY, certain = -INFINITY;
+    int at_first = 0;
+    draws.each_bound([&](float bound, int at) {
+        second = fmaxf(second, fminf(first, bound));
+        if (bound > first) first = bound, at_first = at;
     });
-    float certain = block_largest(bounds.id < 0 ? -INFINITY : bounds.score + least_noise(bounds.bits));
+    if (first > -INFINITY) {
+        draws.each_token(at_first, first, [&](float score, uint64_t bits, int) {
+            certain = fmaxf(certain, at_most(score, (uint32_t)(bits >> 32)));
+        });
+    }
+    certain = block_largest(certain);
     Draw best = {-INFINITY, -1};
-    if (bounds.id >= 0 && bounds.first >= certain) best = exact(bounds.score, bounds.bits, bounds.id);
-    if (bounds.id >= 0 && bounds.second >= certain) {
-        each_kept(line, vocab, aligned, scale, cut, stream, [&](float score, uint64_t bits, int id) {
-            if (score + most_noise(bits) >= certain) best = larger(best, exact(score, bits, id));
+    auto look = [&](float score, uint64_t bits, int id) { best = larger(best, exact(score, bits, id)); };
+    if (first > -INFINITY && first >= certain) draws.each_token(at_first, certain, look);
+    if (second > -INFINITY && second >= certain) {
+        draws.each_bound([&](float bound, int at) {
+            if (bound >= certain) draws.each_token(at, certain, look);
         });
     }
     return block_largest(best);
@@ -142,8 +174,8 @@ sample_draw(const Logit* logits, int64_t stride, int vocab, int aligned, const R
     float top = work.top[row];
     if (top != top) return;
     Row how = rows[row];
-    Draw best = best_of_part(logits + row * stride, vocab, aligned, Scale(top, how.temperature), work.cuts[row],
-                             stream_of(how));
+    Draw best = best_of_part({logits + row * stride, vocab, aligned, Scale(top, how.temperature), work.cuts[row],
+                              stream_of(how)});
     if (splits > 1) {
         Draw* parts = work.draws + row * MAX_SPLITS;
         if (threadIdx.x == 0) parts[blockIdx.x] = best;

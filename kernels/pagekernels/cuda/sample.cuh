@@ -53,29 +53,59 @@ struct Work {
     uint32_t* arrived;
 };
 
-__device__ __forceinline__ float widened(Logit v) {
+// Neighbouring logits of a row as they lie in memory.
+struct Packed {
+    uint4 raw[WIDE * sizeof(Logit) / 16];
+
+    __device__ __forceinline__ float operator[](int i) const {
 #if LOGITS == 0
-    return v;
+        return ((const float*)raw)[i];
 #elif LOGITS == 1
-    return __half2float(v);
+        return __half2float(((const __half*)raw)[i]);
 #else
-    return __uint_as_float((uint32_t)v << 16);
+        uint32_t pair = ((const uint32_t*)raw)[i / 2];
+        return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
 #endif
+    }
+};
+
+__device__ __noinline__ Packed fetch_some(const Logit* row, int at, int vocab) {
+    Packed got;
+#if LOGITS == 0
+    const uint32_t nothing = 0xff800000u;
+#elif LOGITS == 1
+    const uint16_t nothing = 0xfc00u;
+#else
+    const uint16_t nothing = 0xff80u;
+#endif
+    for (int i = 0; i < WIDE; ++i) {
+        auto bits = at + i < vocab ? *((decltype(&nothing))row + at + i) : nothing;
+        memcpy((char*)got.raw + i * sizeof bits, &bits, sizeof bits);
+    }
+    return got;
 }
 
 // Logits `at` to at + 7 of a row; -inf behind its end.
-__device__ __forceinline__ void load(const Logit* row, int at, int vocab, int aligned, float (&out)[WIDE]) {
-    if (aligned && at + WIDE <= vocab) {
-        union {
-            uint4 raw[WIDE * sizeof(Logit) / 16];
-            Logit each[WIDE];
-        } got;
+__device__ __forceinline__ Packed fetch(const Logit* row, int at, int vocab, int aligned) {
+    if (!aligned || at + WIDE > vocab) return fetch_some(row, at, vocab);
+    Packed got;
 #pragma unroll
-        for (int i = 0; i < (int)(WIDE * sizeof(Logit) / 16); ++i) got.raw[i] = __ldg((const uint4*)(row + at) + i);
-#pragma unroll
-        for (int i = 0; i < WIDE; ++i) out[i] = widened(got.each[i]);
-    } else {
-        for (int i = 0; i < WIDE; ++i) out[i] = at + i < vocab ? widened(row[at + i]) : -INFINITY;
+    for (int i = 0; i < (int)(sizeof got / 16); ++i) got.raw[i] = __ldg((const uint4*)(row + at) + i);
+    return got;
+}
+
+// Calls visit(logits, at) for this thread's share of a row; the next logits are under way meanwhile.
+template <typename Visit>
+__device__ __forceinline__ void each_wide(const Logit* row, int vocab, int aligned, int first, int step, Visit visit) {
+    int at = first * WIDE;
+    if (at >= vocab) return;
+    Packed next = fetch(row, at, vocab, aligned);
+    while (at < vocab) {
+        Packed now = next;
+        int following = at + step * WIDE;
+        if (following < vocab) next = fetch(row, following, vocab, aligned);
+        visit(now, at);
+        at = following;
     }
 }
 
@@ -100,8 +130,7 @@ struct Scale {
     // One correction of a quotient by the rounded reciprocal gives the rounded quotient (Markstein 1990).
     __device__ __forceinline__ float score(float logit) const {
         float behind = __fsub_rn(logit, top);
-        float quotient = __fmul_rn(behind, inverse);
-        if (!(quotient > -1e30f)) return quotient;
+        float quotient = fmaxf(__fmul_rn(behind, inverse), -1e30f);  // else -inf would become NaN
         return __fmaf_rn(__fmaf_rn(-quotient, temperature, behind), inverse, quotient);
     }
 };

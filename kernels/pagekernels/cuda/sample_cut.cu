@@ -10,7 +10,8 @@
 
 #define CUT_THREADS 1024
 #define BINS_PER_NAT 64.0f
-#define BINS 3072  // 48 nats; whatever falls into the last can never win
+#define BINS 3072
+#define FURTHEST (BINS - 1.0f)  // nearly 48 nats: what is further behind can never win
 #define SUB_BINS 2048
 #define LIST 2048
 #define BINS_A_THREAD (BINS / CUT_THREADS)
@@ -28,20 +29,21 @@ struct Shared {
     double reached;
 };
 
-// A range of places, `width` a bin; those of [origin, origin + bins * width).
+// Bins of `width` places, of those from `origin` on.
 struct Level {
-    float origin, inverse_width;
-    int bins;
+    float origin, width;
     bool by_id;  // all places are equal: bins are of ids, the highest first
 
+    __device__ bool whole() const { return width == 1; }
+    __device__ Level within(int bin) const { return {edge(bin), width / SUB_BINS, false}; }
+    // The place where a bin begins.
+    __device__ __forceinline__ float edge(int bin) const { return by_id ? origin : origin + bin * width; }
+    // The bin of a token, -1 for none.
     __device__ __forceinline__ int bin(float place, int id, int vocab) const {
         if (by_id) return place == origin ? (vocab - 1 - id) / (vocab / SUB_BINS + 1) : -1;
-        if (inverse_width == 1.0f) return (int)fminf(place, BINS - 1.0f);
-        float at = (place - origin) * inverse_width;
-        return at >= 0 && at < bins ? (int)at : -1;
+        float at = (place - origin) / width;
+        return at >= 0 && at < SUB_BINS ? (int)at : -1;
     }
-    // The place where a bin begins.
-    __device__ __forceinline__ float edge(int bin) const { return by_id ? origin : origin + bin / inverse_width; }
 };
 
 struct Edge {
@@ -59,14 +61,25 @@ struct Task {
 
 template <typename Visit>
 __device__ __forceinline__ void each_place(const Task& task, Visit visit) {
-    float v[WIDE];
-    for (int at = threadIdx.x * WIDE; at < task.vocab; at += CUT_THREADS * WIDE) {
-        load(task.line, at, task.vocab, task.aligned, v);
+    each_wide(task.line, task.vocab, task.aligned, threadIdx.x, CUT_THREADS, [&](const Packed& logits, int at) {
 #pragma unroll
         for (int i = 0; i < WIDE; ++i) {
-            float place = fabsf(task.scale.score(v[i])) * BINS_PER_NAT;
-            if (place <= task.limit && at + i < task.vocab) visit(place, at + i);
+            float place = fabsf(task.scale.score(logits[i])) * BINS_PER_NAT;
+            if (place <= task.limit) visit(place, at + i);
         }
+    });
+}
+
+// Calls visit(bin, place, id) for each token in a bin of `level`.
+template <typename Visit>
+__device__ __forceinline__ void each_binned(const Task& task, Level level, Visit visit) {
+    if (level.whole()) {
+        each_place(task, [&](float place, int id) { visit((int)place, place, id); });
+    } else {
+        each_place(task, [&](float place, int id) {
+            int bin = level.bin(place, id, task.vocab);
+            if (bin >= 0) visit(bin, place, id);
+        });
     }
 }
 
@@ -76,11 +89,9 @@ __device__ void histogram(const Task& task, Level level, Shared& s) {
     for (int bin = threadIdx.x; bin < BINS; bin += CUT_THREADS) s.count[bin] = s.deficit[bin] = 0;
     if (threadIdx.x == 0) s.found = BINS, s.last_filled = -1, s.reached = 0;
     __syncthreads();
-    each_place(task, [&](float place, int id) {
-        int bin = level.bin(place, id, task.vocab);
-        if (bin < 0) return;
+    each_binned(task, level, [&](int bin, float place, int) {
         atomicAdd(&s.count[bin], 1u);
-        if (WEIGHTED && !level.by_id && bin < BINS - 1) {
+        if (WEIGHTED && !level.by_id) {
             float x = (place - level.edge(bin)) * (1 / BINS_PER_NAT);
             float lacks = x * (1 - x * (0.5f - x * (1.0f / 6)));  // 1 - exp(-x), x below 1/64
             atomicAdd(&s.deficit[bin], (uint32_t)__float2uint_rn(lacks * DEFICIT_ONE));
@@ -115,17 +126,29 @@ __device__ double sum_before(double value, double& all, Shared& s) {
     return before + (sum - value);
 }
 
+// What this thread's bins hold, what is before them, and what all hold.
+struct Contents {
+    double each[BINS_A_THREAD], before, all;
+};
+
+template <bool WEIGHTED>
+__device__ Contents contents(Level level, Shared& s) {
+    Contents got;
+    double sum = 0;
+    for (int i = 0; i < BINS_A_THREAD; ++i) {
+        sum += got.each[i] = content<WEIGHTED>(level, threadIdx.x * BINS_A_THREAD + i, s);
+    }
+    got.before = sum_before(sum, got.all, s);
+    return got;
+}
+
 // The first filled bin at which the sum of contents is at least `target`, from `reached` on, which becomes the sum before
 // it; the last filled one if rounding let it run past that.
-template <bool WEIGHTED>
-__device__ int find(Level level, double target, double& reached, Shared& s) {
-    double sums[BINS_A_THREAD], all, sum = 0;
+__device__ int find(const Contents& contents, double target, double& reached, Shared& s) {
     int first = threadIdx.x * BINS_A_THREAD, bin = BINS, filled = -1;
-    for (int i = 0; i < BINS_A_THREAD; ++i) sum += sums[i] = content<WEIGHTED>(level, first + i, s);
-    double before = reached + sum_before(sum, all, s);
-    sum = before;
+    double before = reached + contents.before, sum = before;
     for (int i = 0; i < BINS_A_THREAD; ++i) {
-        sum += sums[i];
+        sum += contents.each[i];
         if (!s.count[first + i]) continue;
         filled = first + i;
         if (sum >= target && bin == BINS) bin = filled;
@@ -135,20 +158,12 @@ __device__ int find(Level level, double target, double& reached, Shared& s) {
     __syncthreads();
     int found = s.found < BINS ? s.found : s.last_filled;
     if (found >= first && found < first + BINS_A_THREAD) {
-        for (int i = 0; first + i < found; ++i) before += sums[i];
+        for (int i = 0; first + i < found; ++i) before += contents.each[i];
         s.reached = before;
     }
     __syncthreads();
     reached = s.reached;
     return found;
-}
-
-template <bool WEIGHTED>
-__device__ double total(Level level, Shared& s) {
-    double all, sum = 0;
-    for (int i = 0; i < BINS_A_THREAD; ++i) sum += content<WEIGHTED>(level, threadIdx.x * BINS_A_THREAD + i, s);
-    sum_before(sum, all, s);
-    return all;
 }
 
 // The tokens of bins `from` to `to` into the list, as many as fit; s.listed counts all of them.
@@ -157,8 +172,7 @@ __device__ void gather(const Task& task, Level level, int from, int to, Shared& 
     __syncthreads();
     if (threadIdx.x == 0) s.listed = 0, s.nearest = nearest, s.furthest = furthest;
     __syncthreads();
-    each_place(task, [&](float place, int id) {
-        int bin = level.bin(place, id, task.vocab);
+    each_binned(task, level, [&](int bin, float place, int id) {
         if (bin < from || bin > to) return;
         uint32_t bits = __float_as_uint(place), at = atomicAdd(&s.listed, 1u);
         if (at < LIST) s.list[at] = (uint64_t)bits << 32 | (uint32_t)~id;
@@ -215,45 +229,43 @@ __device__ Edge weigh(float limit, double share, double target, double reached, 
 
 #define ORDER_SLACK (1 - 1e-9)  // sums in another order differ in their last bits
 
-// The place of the k-th token; infinity if it can never win. `whole`: the list then holds it, all before it and its
+// The place of the k-th token; infinity if it can never win. `listed`: the list then holds it, all before it and its
 // equals, in order.
-__device__ Edge nth(const Task& task, int k, bool& whole, Shared& s) {
-    Level level = {0, 1, BINS, false};
+__device__ Edge nth(const Task& task, int k, bool& listed, Shared& s) {
+    Level level = {0, 1, false};
     for (double reached = 0;;) {
         histogram<false>(task, level, s);
-        int bin = find<false>(level, k, reached, s);
-        if (level.bins == BINS && bin == BINS - 1) return {INFINITY, 0};
-        whole = level.bins == BINS && reached + s.count[bin] <= LIST;
-        if (whole) reached = 0;
-        gather(task, level, whole ? 0 : bin, bin, s);
+        Contents counts = contents<false>(level, s);
+        if (level.whole() && counts.all < k) return {INFINITY, 0};
+        int bin = find(counts, k, reached, s);
+        listed = level.whole() && reached + s.count[bin] <= LIST;
+        if (listed) reached = 0;
+        gather(task, level, listed ? 0 : bin, bin, s);
         if (s.listed <= LIST) {
             sort(s);
             return {item(k - 1 - (int)reached, s).place, 0};
         }
         if (s.nearest == s.furthest) return {__uint_as_float(s.nearest), 0};
-        level = {level.edge(bin), level.inverse_width * SUB_BINS, SUB_BINS, false};
+        level = level.within(bin);
     }
 }
 
 // The token at which the sum of weights is `share` of all those up to task.limit.
 __device__ Edge nucleus(const Task& task, double share, Shared& s) {
-    Level level = {0, 1, BINS, false};
+    Level level = {0, 1, false};
     double target = 0;
     for (double reached = 0;;) {
         histogram<true>(task, level, s);
-        if (level.bins == BINS) target = share * total<true>(level, s);
-        int bin = find<true>(level, target, reached, s);
-        if (level.bins == BINS && bin == BINS - 1) return {INFINITY, 0};
+        Contents weights = contents<true>(level, s);
+        if (level.whole()) target = share * weights.all;
+        int bin = find(weights, target, reached, s);
         gather(task, level, bin, bin, s);
         if (s.listed <= LIST) {
             sort(s);
             return weigh(INFINITY, 0, target, reached, s);
         }
-        if (s.nearest == s.furthest) {
-            level = {__uint_as_float(s.nearest), 0, SUB_BINS, true};
-        } else {
-            level = {level.edge(bin), level.inverse_width * SUB_BINS, SUB_BINS, false};
-        }
+        bool equal = s.nearest == s.furthest;
+        level = equal ? Level{__uint_as_float(s.nearest), 0, true} : level.within(bin);
     }
 }
 
@@ -263,15 +275,15 @@ sample_cut(const Logit* logits, int64_t stride, int vocab, int aligned, const Ro
     int row = blockIdx.x;
     float top = work.top[row];
     const Row& how = rows[row];
-    bool by_k = how.top_k > 0 && how.top_k < vocab, by_p = how.top_p < 1, whole = false;
+    bool by_k = how.top_k > 0 && how.top_k < vocab, by_p = how.top_p < 1, listed = false;
     if (top != top || !(by_k || by_p)) return;
-    Task task = {logits + row * stride, vocab, aligned, Scale(top, how.temperature), INFINITY};
+    Task task = {logits + row * stride, vocab, aligned, Scale(top, how.temperature), FURTHEST};
     Edge edge = {INFINITY, 0};
-    if (by_k) edge = nth(task, how.top_k, whole, s);
+    if (by_k) edge = nth(task, how.top_k, listed, s);
     if (by_p) {
         double share = how.top_p * ORDER_SLACK;
-        task.limit = edge.place;
-        edge = whole ? weigh(task.limit, share, 0, 0, s) : nucleus(task, share, s);
+        task.limit = fminf(edge.place, FURTHEST);
+        edge = listed ? weigh(task.limit, share, 0, 0, s) : nucleus(task, share, s);
     }
     if (threadIdx.x) return;
     float score = edge.place * (-1 / BINS_PER_NAT);
