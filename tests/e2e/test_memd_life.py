@@ -76,9 +76,10 @@ def test_a_worker_is_asked_to_detach_and_memd_waits_for_it(
 
 
 def test_a_worker_that_does_not_detach_is_ended_after_the_grace(
-    memd: Any, raw_worker: Any, geometry: types_pb2.Geometry
+    start_memd: Callable[..., Any], raw_worker_of: Callable[..., Any], geometry: types_pb2.Geometry
 ) -> None:
-    worker = raw_worker()
+    memd = start_memd("--drain-grace", "500ms")
+    worker = raw_worker_of(memd)
     worker.hello(geometry)
     memd.process.send_signal(signal.SIGTERM)
     assert from_rpc_error(worker.ending()).reason is Reason.DRAINING
