@@ -65,9 +65,10 @@ def serving(target: str) -> bool:
 
 @contextmanager
 def memd(place: Path, *flags: str) -> Iterator[tuple[PoolClient, subprocess.Popen[bytes]]]:
-    """A memd and its client."""
+    """A memd and its client; in shared memory unless the flags say otherwise."""
     target = f"unix:{place}/memd.sock"
-    with daemon("memd", place / "memd.log", "--listen", target, *flags) as child, PoolClient(target) as client:
+    words = ("--listen", target, "--device", "cpu", *flags)
+    with daemon("memd", place / "memd.log", *words) as child, PoolClient(target) as client:
         wait_for(lambda: client.pool().epoch, child, place / "memd.log")
         yield client, child
 
