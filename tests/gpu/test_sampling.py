@@ -185,10 +185,7 @@ def test_what_the_kernels_cannot_take_is_refused(device: CudaDevice) -> None:
     with pytest.raises(ValueError, match=f"{MAX_VOCAB + 1} tokens"):
         GpuSampler(device, 1, MAX_VOCAB + 1)
     rig = Rig(device, 33, torch.float32)
-    for logits in (
-        torch.zeros(1, 34),
-        torch.zeros(MAX_ROWS + 1, 33),
-        torch.zeros(33, 1).T[:, :33].repeat(2, 2)[:, ::2],
-    ):
+    narrow, many, wide = torch.zeros(2, 32), torch.zeros(MAX_ROWS + 1, 33), torch.zeros(2, 66)
+    for logits in (narrow.cuda(), many.cuda(), wide.cuda()[:, ::2]):
         with pytest.raises(ValueError, match="the sampler was made for"):
-            rig.tokens(logits.cuda(), [None] * len(logits))
+            rig.tokens(logits, [None] * len(logits))
