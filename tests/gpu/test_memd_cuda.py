@@ -225,6 +225,38 @@ def test_a_worker_on_the_cpu_is_refused_with_the_way_out(start: Callable[..., Me
         raw.close()
 
 
+SETTLE = "import sys; from inferd.device import settle; print(settle('auto', sys.argv[1], print))"
+
+
+def python(
+    code: str, *arguments: str, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    command = [*prefix, sys.executable, "-c", code, *arguments]
+    environ = {**os.environ, **(env or {})}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, env=environ)
+
+
+def test_an_engine_takes_memd_s_gpu_and_one_that_cannot_see_it_is_told(start: Callable[..., Memd]) -> None:
+    memd = start("--pool-bytes", "64MiB")
+    settled = python(SETTLE, memd.target)
+    assert (settled.stdout, settled.returncode) == ("0\n", 0), settled.stderr
+    blind = python(SETTLE, memd.target, env={"CUDA_VISIBLE_DEVICES": "-1"})
+    assert "PagepoolError: --device is auto, but memd's pool lies on NVIDIA" in blind.stderr
+    assert "start inferd where" in blind.stderr or "start memd with --device cpu" in blind.stderr
+    print(blind.stderr.splitlines()[-1])
+
+
+def test_without_a_visible_gpu_auto_is_shared_memory_and_cuda_a_refusal(folder: Path) -> None:
+    run = "import runpy, sys; sys.argv = ['memd', '--check', *sys.argv[1:]]; runpy.run_module('memd', None, '__main__')"
+    flags = ("--listen", f"unix:{folder / 'memd.sock'}", "--pool-bytes", "16MiB", "--device")
+    auto = python(run, *flags, "auto", env={"CUDA_VISIBLE_DEVICES": "-1"})
+    assert "the pool lies in shared memory in /dev/shm: 16777216 bytes (no GPU: " in auto.stdout, auto.stderr
+    cuda = python(run, *flags, "cuda", env={"CUDA_VISIBLE_DEVICES": "-1"})
+    assert cuda.returncode == 2
+    assert "use --device cpu for a pool in shared memory" in cuda.stderr
+    print(cuda.stderr)
+
+
 def can_unshare() -> bool:
     return subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False).returncode == 0
 
@@ -239,6 +271,8 @@ def test_two_processes_of_one_pid_value_are_refused_and_a_child_of_pid_1_is_not(
     try:
         assert memd.stdout is not None
         assert memd.stdout.readline().startswith("memd is ready")
+        settled = python(SETTLE, target, prefix=NAMESPACE)
+        assert "RespawnError" in settled.stderr
         refused = worker(target, prefix=NAMESPACE)
         assert refused.hello["error"] == "DEVICE_MISMATCH"
         assert "PID is 1, and so is memd's" in refused.hello["message"]
@@ -281,6 +315,21 @@ def test_the_memory_of_a_killed_memd_comes_back_at_once(start: Callable[..., Mem
     wait_until(lambda: used_bytes() < before + GIB)
     print(f"back {time.monotonic() - began:.2f} s after SIGKILL")
     assert time.monotonic() - began < 5
+
+
+def test_the_memory_of_a_killed_memd_comes_back_when_its_living_workers_have_unmapped_it(
+    start: Callable[..., Memd], worker: Callable[..., Worker]
+) -> None:
+    before = used_bytes()
+    memd = start("--pool-bytes", str(20 * GIB))
+    holders = [worker(memd.target) for _ in range(2)]
+    for each in holders:
+        each.order("until_lost")
+    memd.kill()
+    for each in holders:
+        assert each.answer()["lost"]
+    wait_until(lambda: used_bytes() < before + 4 * GIB)
+    assert [each.process.poll() for each in holders] == [None, None]
 
 
 def test_a_new_memd_waits_for_the_memory_that_a_stopped_worker_still_maps(
