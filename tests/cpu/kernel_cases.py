@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from hypothesis import strategies as st
 
-from pagekernels.layout import Format, LayerShape, PagedLayout, pack_entry, slot_mapping
+from pagekernels.layout import LAYOUT_LINEAR, Format, LayerShape, PagedLayout, pack_entry, slot_mapping
 from pagekernels.ops import AttentionBatch, AttentionParams
-from pagekernels.twin import TwinOps, decode, encode
+from pagekernels.twin import TwinOps, decode, encode, places
+
+FORMATS = (Format.F32, Format.F16, Format.BF16)
+TOLERANCE = {Format.F32: 4e-6, Format.F16: 2e-3, Format.BF16: 2e-2}
+"""Of the output, whose values are of order 1: float32 sums, then one rounding to the format."""
 
 ABSURD = np.uint32(0xFFFFFFFF)
 LAYER = 1
@@ -29,11 +34,16 @@ class Case:
     params: AttentionParams = QUARTER
     seed: int = 0
     constant_v: float | None = None
+    version: int = LAYOUT_LINEAR
+    fp8_every: int = 0
+    """Every so-many-th block of a table is FP8; 0: none."""
     layout: PagedLayout = field(init=False)
 
     def __post_init__(self):
         middle = LayerShape(self.heads, *self.dims)
-        self.layout = PagedLayout(self.block_size, (BETWEEN_LAYERS[0], middle, BETWEEN_LAYERS[1]), self.fmt)
+        self.layout = PagedLayout(
+            self.block_size, (BETWEEN_LAYERS[0], middle, BETWEEN_LAYERS[1]), self.fmt, self.version
+        )
 
     def dtype(self):
         return np.float32 if self.fmt is Format.F32 else np.uint16
@@ -58,6 +68,8 @@ class Case:
             k = self.values(kv, self.heads, self.dims[0])
             v = self.values(kv, self.heads, self.dims[1], constant=self.constant_v)
             writer.append(LAYER, k, v, self.slots(tables[s], 0, kv))
+            for b in range(0, needed[s], self.fp8_every) if self.fp8_every else ():
+                self.compress(writer, tables[s], b, (k, v))
             tokens.append((k, v))
         lengths = [n for n, _ in self.sequences]
         q = self.values(sum(lengths), self.heads * self.group, self.dims[0])
@@ -65,6 +77,21 @@ class Case:
             np.cumsum([0, *lengths]).astype(np.int32), np.array([kv for _, kv in self.sequences], np.int32), tables
         )
         return slab, q, batch, tokens
+
+    def compress(self, writer, table, b, tokens):
+        """Make block b an FP8 block of random numbers, in its own first unit, and `tokens` what they mean."""
+        unit, first = int(table[b]) & (2**26 - 1), b * self.block_size
+        table[b] = pack_entry(Format.FP8_E4M3, 0, unit)
+        writer.slab[unit * self.layout.unit_bytes :][: self.layout.block_bytes] = 0xFF
+        for head in range(self.heads):
+            scales = writer._scales(Format.FP8_E4M3, unit, LAYER, head)
+            scales[:] = self.rng.choice([0.25, 0.5, 2.0], 2)
+            for x, rows, scale in zip(tokens, writer._rows(Format.FP8_E4M3, unit, LAYER, head), scales, strict=True):
+                part = x[first : first + self.block_size, head]
+                stored = self.rng.choice(np.array([0, 1, 0x81, 0x28, 0xA9, 0x33, 0x3F, 0xC0], np.uint8), part.shape)
+                where = places(self.layout, rows.shape[1], 1)[: len(part)]
+                rows[np.arange(len(part))[:, None], where] = stored
+                x[first : first + self.block_size, head] = encode(self.fmt, decode(Format.FP8_E4M3, stored) * scale)
 
     def slots(self, table, first, last):
         return np.array(slot_mapping(table.tolist(), first, last, self.block_size), np.int64)
@@ -109,3 +136,32 @@ def dense_attention(case, q, tokens):
         weights = weights / (weights.sum(-1, keepdims=True) + sinks)
         out.append(np.einsum("htj,jhd->thd", weights, value))
     return np.concatenate(out) if out else np.empty((0, case.heads * case.group, case.dims[1]))
+
+
+@st.composite
+def cases(draw):
+    size = draw(st.sampled_from((8, 16, 32, 128)))
+    heads, group = draw(st.sampled_from(((1, 1), (3, 3), (2, 4), (1, 17))))
+    lengths = st.sampled_from((0, 1, size - 1, size, size + 1, 3 * size + 2)) | st.integers(2, 300)
+    sequences = []
+    for kv in draw(st.lists(lengths, min_size=1, max_size=4)):
+        queries = draw(st.sampled_from((0, 1, min(kv, 3), min(kv, 40))))
+        sequences.append((min(queries, kv), kv))
+    sinks = np.linspace(-2, 3, heads * group, dtype=np.float32)
+    params = AttentionParams(
+        scale=draw(st.sampled_from((0.125, 0.3))),
+        window=draw(st.sampled_from((0, 0, 1, 5, 37))),
+        chunk=draw(st.sampled_from((0, 0, 24, 64))),
+        softcap=draw(st.sampled_from((0.0, 0.0, 3.0))),
+        sinks=draw(st.sampled_from((None, sinks))),
+    )
+    return Case(
+        sequences=tuple(sequences),
+        fmt=draw(st.sampled_from(FORMATS)),
+        block_size=size,
+        heads=heads,
+        group=group,
+        dims=draw(st.sampled_from(((64, 64), (16, 8), (24, 12), (20, 80), (8, 1)))),
+        params=params,
+        seed=draw(st.integers(0, 1000)),
+    )

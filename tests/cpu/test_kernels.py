@@ -5,18 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import pagekernels
 from pagekernels.cpu import configure
 from pagekernels.layout import Format
 from pagekernels.ops import AttentionBatch, AttentionParams
 from pagekernels.twin import TwinOps, decode
-from tests.cpu.kernel_cases import LAYER, Case, dense_attention, only, with_params
-
-FORMATS = (Format.F32, Format.F16, Format.BF16)
-TOLERANCE = {Format.F32: 4e-6, Format.F16: 2e-3, Format.BF16: 2e-2}
-"""Of the output, whose values are of order 1: float32 sums, then one rounding to the format."""
+from tests.cpu.kernel_cases import FORMATS, LAYER, TOLERANCE, Case, cases, dense_attention, only, with_params
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,35 +21,6 @@ def _threads():
 
 def open_cpu(slab, layout):
     return pagekernels.open_ops(slab, layout)
-
-
-@st.composite
-def cases(draw):
-    size = draw(st.sampled_from((8, 16, 32, 128)))
-    heads, group = draw(st.sampled_from(((1, 1), (3, 3), (2, 4), (1, 17))))
-    lengths = st.sampled_from((0, 1, size - 1, size, size + 1, 3 * size + 2)) | st.integers(2, 300)
-    sequences = []
-    for kv in draw(st.lists(lengths, min_size=1, max_size=4)):
-        queries = draw(st.sampled_from((0, 1, min(kv, 3), min(kv, 40))))
-        sequences.append((min(queries, kv), kv))
-    sinks = np.linspace(-2, 3, heads * group, dtype=np.float32)
-    params = AttentionParams(
-        scale=draw(st.sampled_from((0.125, 0.3))),
-        window=draw(st.sampled_from((0, 0, 1, 5, 37))),
-        chunk=draw(st.sampled_from((0, 0, 24, 64))),
-        softcap=draw(st.sampled_from((0.0, 0.0, 3.0))),
-        sinks=draw(st.sampled_from((None, sinks))),
-    )
-    return Case(
-        sequences=tuple(sequences),
-        fmt=draw(st.sampled_from(FORMATS)),
-        block_size=size,
-        heads=heads,
-        group=group,
-        dims=draw(st.sampled_from(((64, 64), (16, 8), (24, 12), (20, 80), (8, 1)))),
-        params=params,
-        seed=draw(st.integers(0, 1000)),
-    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -7,6 +7,7 @@ one step to the next, so only the rows that changed are written and copied.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ class DeviceBatch:
         staging.wait()
         count = len(q_lens)
         cu, kv, places = staging.views["cu_q_lens"], staging.views["kv_lens"], staging.views["slots"]
-        np.cumsum(q_lens, out=cu[1 : count + 1])
+        cu[1 : count + 1] = list(accumulate(q_lens))
         cu[count + 1 :] = cu[count]
         kv[:count], kv[count:] = kv_lens, 0
         places[: len(slots)], places[len(slots) :] = slots, -1
@@ -132,7 +133,8 @@ class DeviceBatch:
         for s in range(first, last):
             staging.write(s, tables[s], self._converted)
         if len(self._converted) > 4 * self.sequences:  # tables of sequences long gone
-            self._converted = {id(table): (table, self._converted[id(table)][1]) for table in tables[first:last]}
+            living = set(map(id, tables))
+            self._converted = {key: value for key, value in self._converted.items() if key in living}
         self._on_device[first:last] = tables[first:last]
         columns = max(1, *map(len, tables[first:last]), 0)
         pitch = 4 * self.blocks

@@ -1,0 +1,159 @@
+"""What append, block copy, gather, staging and the generic attention cost on this GPU.
+
+`python kernels/bench/cuda_moves.py`. Device times are of kernels in a CUDA graph, so that no launch from Python is in them; copies go over more memory than
+the L2 cache holds. Bandwidth counts bytes read and written, and stands beside that of the driver's own copy.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from pagekernels.cuda.batch import DeviceBatch
+from pagekernels.cuda.device import CudaDevice, open_device
+from pagekernels.cuda.ops import CudaOps
+from pagekernels.layout import LAYOUT_SWIZZLED, Format, LayerShape, PagedLayout, pack_entry
+from pagekernels.ops import AttentionParams
+
+LAYERS, HEADS, DIM, BLOCK, BLOCKS = 28, 4, 128, 16, 2048
+LAYOUT = PagedLayout(BLOCK, (LayerShape(HEADS, DIM, DIM),) * LAYERS, Format.BF16, LAYOUT_SWIZZLED)
+
+
+class Bench:
+    """A pool of random bytes and the operations on it, timed on the device's stream."""
+
+    def __init__(self) -> None:
+        torch.cuda.init()
+        self.device: CudaDevice = open_device(0)
+        self.stream = torch.cuda.ExternalStream(self.device.stream_handle)
+        words = LAYOUT.block_bytes * BLOCKS // 2
+        self.slab = torch.randn(words // 64, device="cuda").to(torch.bfloat16).repeat(64)
+        torch.cuda.synchronize()
+        self.ops = CudaOps(self.device, self.slab.data_ptr(), LAYOUT)
+
+    def microseconds(self, call: Callable[[int], None], inside: int = 20, rounds: int = 15) -> float:
+        """Median time of one of `inside` calls in a graph; a call is told its number."""
+        with torch.cuda.stream(self.stream):
+            for i in range(inside):
+                call(i)
+            self.stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream):
+                for i in range(inside):
+                    call(i)
+            times = []
+            for _ in range(rounds):
+                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                first.record()
+                graph.replay()
+                last.record()
+                last.synchronize()
+                times.append(first.elapsed_time(last) * 1000 / inside)
+        return statistics.median(times)
+
+
+def entries(blocks: np.ndarray) -> np.ndarray:
+    """Entries of whole blocks by number."""
+    return np.array([pack_entry(Format.BF16, 0, int(b) * 2) for b in blocks], np.uint32)
+
+
+def append_and_stage(bench: Bench) -> None:
+    """KV append on the device and from Python, and the host's work to stage a step of 40 blocks a sequence."""
+    for count in (1, 128, 2048):
+        batch = DeviceBatch(bench.device, min(count, 128), count, 64)
+        tables = [entries(np.arange(s, s + 40)).tolist() for s in range(min(count, 128))]
+        per = count // len(tables)
+        slots = [s * 2 * BLOCK + p % BLOCK for s in range(len(tables)) for p in range(per)]
+        staged = []
+        for turn in range(20):
+            if turn == 10:
+                tables = [list(table) for table in tables]
+            begin = time.perf_counter()
+            batch.stage([per] * len(tables), [640] * len(tables), tables, slots)
+            staged.append((time.perf_counter() - begin) * 1e6)
+        bench.device.synchronize()
+        k, v = (torch.randn(count, HEADS, DIM, device="cuda").to(torch.bfloat16) for _ in range(2))
+        torch.cuda.synchronize()
+        took = bench.microseconds(lambda i: bench.ops.append(i % LAYERS, k, v, batch))  # noqa: B023  # called here
+        begin = time.perf_counter()
+        for _ in range(100):
+            bench.ops.append(0, k, v, batch)
+        python = (time.perf_counter() - begin) * 1e4
+        bench.device.synchronize()
+        print(
+            f"append {count:5} tokens     {took:8.2f} us   from Python {python:5.1f} us   "
+            f"staging {min(staged):6.1f} us, all tables new {staged[10]:6.1f} us"
+        )
+
+
+def copy_and_gather(bench: Bench) -> None:
+    """Whole blocks, and one layer's prefix, both from shuffled places."""
+    order = np.random.default_rng(0).permutation(BLOCKS)
+    size = 512 * LAYOUT.block_bytes
+    halves = bench.slab[: size // 2], bench.slab[-size // 2 :]
+    own = bench.microseconds(lambda i: halves[i % 2].copy_(halves[1 - i % 2]), 4)
+    print(f"driver's copy of {size >> 20} MiB {own:8.1f} us   {2 * size / own / 1e6:5.2f} TB/s")
+    for count in (1, 8, 64, 256, 512):
+        parts = [order[i * count : (i + 1) * count] for i in range(4)]
+        took = bench.microseconds(
+            lambda i, parts=parts: bench.ops.copy_blocks(entries(parts[i % 4]), entries(parts[(i + 1) % 4])), 4
+        )
+        moved = 2 * count * LAYOUT.block_bytes
+        share = own * moved / took / 2 / size
+        print(f"copy {count:4} blocks         {took:8.1f} us   {moved / took / 1e6:5.2f} TB/s   {share:.0%}")
+    for length in (1024, 8192, 32000):
+        batch = DeviceBatch(bench.device, 1, 1, BLOCKS)
+        batch.stage([0], [0], [entries(order).tolist()], [])
+        k, v = (torch.empty(HEADS, length, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        for name, targets in (
+            ("head", (k, v)),
+            ("token", [x.view(length, HEADS, DIM).transpose(0, 1) for x in (k, v)]),
+        ):
+            took = bench.microseconds(
+                lambda i, length=length, targets=targets, batch=batch: bench.ops.gather(
+                    i % LAYERS, batch, 0, (0, length), *targets
+                )
+            )
+            moved = 4 * length * HEADS * DIM * 2
+            share = own * moved / took / 2 / size
+            print(f"gather {length:5} {name:5}-major {took:8.1f} us   {moved / took / 1e6:5.2f} TB/s   {share:.0%}")
+
+
+def generic_attention(bench: Bench) -> None:
+    """The kernel behind the tuned one; FLOPs are those of the causal half."""
+    params = AttentionParams(DIM**-0.5)
+    for sequences, context, queries in ((1, 4096, 1), (32, 1024, 1), (8, 4000, 1), (1, 4096, 512), (1, 4096, 2048)):
+        blocks = -(-context // BLOCK)
+        batch = DeviceBatch(bench.device, sequences, sequences * queries, blocks, queries)
+        tables = [entries(np.arange(s * blocks, (s + 1) * blocks) % BLOCKS).tolist() for s in range(sequences)]
+        batch.stage([queries] * sequences, [context] * sequences, tables, [-1] * sequences * queries)
+        q, out = (torch.randn(sequences * queries, 28, DIM, device="cuda").to(torch.bfloat16) for _ in range(2))
+        torch.cuda.synchronize()
+        took = bench.microseconds(
+            lambda i, q=q, out=out, batch=batch: bench.ops.attend(i % LAYERS, q, out, batch, params), 10, 5
+        )
+        flops = 4 * sequences * 28 * DIM * queries * (context - queries / 2)
+        read = 4 * sequences * context * HEADS * DIM
+        print(
+            f"generic attend {sequences:3} x {context} x {queries:4}  {took:8.1f} us   {read / took / 1e6:5.2f} TB/s   "
+            f"{flops / took / 1e6:6.2f} TFLOP/s"
+        )
+
+
+if __name__ == "__main__":
+    bench = Bench()
+    print(torch.cuda.get_device_name(), "bf16, block 16,", f"{HEADS} KV heads of {DIM},", f"{LAYERS} layers")
+    for part in (append_and_stage, copy_and_gather, generic_attention):
+        try:
+            part(bench)
+        except Exception as error:  # noqa: BLE001  # the other parts still say something
+            print(f"{part.__name__} failed: {type(error).__name__}: {error}", file=sys.stderr)
+    bench.device.synchronize()
+    torch.cuda.synchronize()
+    bench.ops.close()
+    bench.device.close()
