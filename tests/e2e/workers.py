@@ -125,8 +125,9 @@ def launch(memd_target: str, directory: Path, name: str, *flags: str) -> Worker:
 
 
 def launch_memd(directory: Path, slab_dir: Path, *flags: str) -> Memd:
-    """Starts a memd for workers and waits until it is ready."""
+    """Starts a memd for workers, in shared memory unless the flags say otherwise, and waits until it is ready."""
     command = [sys.executable, "-m", "memd", "--listen", f"unix:{directory / 'memd.sock'}", "--slab-dir", str(slab_dir)]
+    command += ["--device", "cpu"]
     with (directory / "memd.log").open("a") as log:
         process = subprocess.Popen(
             [*command, "--log-format", "json", *flags],
