@@ -34,7 +34,8 @@ log = structlog.get_logger(__name__)
 class Engine:
     """Serves requests until it is told to stop. For one thread.
 
-    PagepoolError leaves `run` if memd refuses this worker for good (another geometry, other weights).
+    PagepoolError leaves `run` if memd refuses this worker for good (another geometry, other weights), DeviceLostError if the
+    model's device is of no more use to this process.
     """
 
     def __init__(self, surroundings: Surroundings, limits: Limits, eos_token_ids: Iterable[int]) -> None:
@@ -219,16 +220,13 @@ class Engine:
 
     def _collect(self) -> None:
         """Wait for the oldest step and hand over what it says."""
-        step = self._flight.next()
-        plan, pending = step.plan, step.pending
-        try:
-            tokens = pending.tokens()
-        except Exception as error:
-            log.exception("step failed", requests=[sequence.request for sequence, _ in plan.chunks])
-            self._step_failed(plan, error)
+        step = self._flight.collect()
+        plan = step.plan
+        self._scheduler.collected(plan, written=step.error is None)
+        if step.error is not None:
+            self._step_failed(plan, step.error)
             return
-        self._scheduler.collected(plan)
-        delivered = self._deliver(plan, tokens, self._around.clock())
+        delivered = self._deliver(plan, step.tokens, self._around.clock())
         now = self._around.clock()
         # Steps overlap, their times shall not: a step lasts from the end of the one before.
         step_s, self._step_ended = now - max(step.began, self._step_ended), now
@@ -237,12 +235,11 @@ class Engine:
             steps=self._counters.steps + 1,
             prefill_tokens=self._counters.prefill_tokens + plan.prefill_tokens,
             generated_tokens=self._counters.generated_tokens + delivered,
-            forward_s=self._counters.forward_s + pending.forward_s,
+            forward_s=self._counters.forward_s + step.forward_s,
             step_s=self._counters.step_s + step_s,
         )
 
     def _step_failed(self, plan: Plan, error: Exception) -> None:
-        self._scheduler.collected(plan, written=False)
         for sequence, _ in plan.chunks:
             # It ends with what it has in the next step; the other sequences of that need nothing of this one.
             if sequence.phase is not Phase.FINISHED:

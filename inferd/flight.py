@@ -9,24 +9,29 @@ With a depth of 2 the device has its next step when one ends, so that it need no
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
 from inferd.core.scheduler import Plan
 from inferd.sampler import Row
-from inferd.surroundings import Model, Pending
+from inferd.surroundings import DeviceLostError, Model, Pending
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Flying:
-    """A step in flight, launched in a turn of the engine that began at `began`."""
+class Landed:
+    """A step that is over, and that the engine began with at `began`.
+
+    tokens has one for each of plan.sampled, -1 where the logits were not finite; with an error it has none.
+    """
 
     plan: Plan
-    pending: Pending
     began: float
+    tokens: list[int] = field(default_factory=list)
+    forward_s: float = 0.0
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Flight:
     """The steps in flight on a model, oldest first. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._steps: deque[Flying] = deque()
+        self._steps: deque[tuple[Plan, float, Pending]] = deque()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -55,7 +60,7 @@ class Flight:
 
         Nothing is launched behind a step whose launch failed: it might need that step's tokens.
         """
-        failed = bool(self._steps) and isinstance(self._steps[-1].pending, Unlaunched)
+        failed = bool(self._steps) and isinstance(self._steps[-1][-1], Unlaunched)
         return failed or len(self._steps) >= depth
 
     def launch(self, model: Model, plan: Plan, began: float) -> None:
@@ -63,19 +68,24 @@ class Flight:
         rows = [Row(sequence.submit.sampling, sequence.num_launched) for sequence in plan.sampled]
         try:
             pending: Pending = model.launch(plan.input, rows)
+        except DeviceLostError:
+            raise
         except Exception as error:  # noqa: BLE001 (raised again where the step is collected)
             pending = Unlaunched(error)
-        self._steps.append(Flying(plan, pending, began))
+        self._steps.append((plan, began, pending))
 
-    def next(self) -> Flying:
-        """The oldest step, which the caller now collects: its `tokens` may be asked for."""
-        return self._steps.popleft()
+    def collect(self) -> Landed:
+        """Wait for the oldest step. Raises only DeviceLostError."""
+        plan, began, pending = self._steps.popleft()
+        try:
+            return Landed(plan, began, pending.tokens(), pending.forward_s)
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            log.exception("step failed", requests=[sequence.request for sequence, _ in plan.chunks])
+            return Landed(plan, began, error=error)
 
     def abandon(self) -> None:
         """Wait until no step runs any more, and drop what they say."""
         while self._steps:
-            step = self.next()
-            try:
-                step.pending.tokens()
-            except Exception:
-                log.exception("step failed", requests=[sequence.request for sequence, _ in step.plan.chunks])
+            self.collect()

@@ -37,6 +37,10 @@ class Mailbox:
             self.signal.clear()
 
 
+class DeviceLostError(Exception):
+    """The device takes no more steps from this process: the engine ends by it, and the front starts another one."""
+
+
 class Pending(Protocol):
     """A step that was launched and may still run."""
 
@@ -47,8 +51,8 @@ class Pending(Protocol):
     def tokens(self) -> list[int]:
         """Wait for the step; the token id sampled from each logit row, in their order, -1 where logits are not finite.
 
-        Called once, in the order of the launches. Raises what went wrong in the step. Either way the step is over:
-        it neither reads nor writes the pool any more.
+        Called once, in the order of the launches. Raises what went wrong in the step, DeviceLostError if none can follow.
+        Either way the step is over: it neither reads nor writes the pool any more.
         """
 
 

@@ -13,6 +13,7 @@ from inferd.core.ports import Draining
 from inferd.core.scheduler import Limits
 from inferd.model.load import prepare
 from inferd.model.runner import ModelRunner
+from inferd.surroundings import DeviceLostError
 from memd.core.geometry import Geometry
 from memd.core.pool import Pool
 from pagekernels.cpu import configure
@@ -250,6 +251,17 @@ def test_a_step_that_cannot_be_launched_fails_behind_the_tokens_of_the_one_befor
     rig.settle()
     assert rig.generated(2) == continuation([3, 4], 5, GREEDY)
     rig.check_nothing_held()
+
+
+@pytest.mark.parametrize("at_launch", [False, True])
+def test_a_device_of_no_more_use_ends_the_engine_instead_of_every_request_to_come(at_launch: bool) -> None:
+    rig = in_flight()
+    if at_launch:
+        rig.device.fail_launch = DeviceLostError("illegal address")
+    else:
+        rig.model.fail_next = DeviceLostError("illegal address")
+    with pytest.raises(DeviceLostError):
+        rig.settle()
 
 
 # -- the end of a pool with steps in flight: the rig asserts that none runs when its memory goes
