@@ -51,8 +51,8 @@ class Pending(Protocol):
     def tokens(self) -> list[int]:
         """Wait for the step; the token id sampled from each logit row, in their order, -1 where logits are not finite.
 
-        Called once, in the order of the launches. Raises what went wrong in the step, DeviceLostError if none can follow.
-        Either way the step is over: it neither reads nor writes the pool any more.
+        Called once, in the order of the launches. Raises what went wrong in the step; DeviceLostError if none can
+        follow. Either way the step is over: it neither reads nor writes the pool any more.
         """
 
 
@@ -74,7 +74,8 @@ class Model(Protocol):
 class Attachment:
     """One life with memd: the pool, and the model bound to its memory. `close` gives both up, also after Lost.
 
-    `warm_up`, called before the first request, runs the shapes of the serving path.
+    `close` is called when no step is in flight. `warm_up`, called before the first request, runs the shapes of the
+    serving path.
     """
 
     pool: KvPool
