@@ -34,8 +34,8 @@ log = structlog.get_logger(__name__)
 class Engine:
     """Serves requests until it is told to stop. For one thread.
 
-    PagepoolError leaves `run` if memd refuses this worker for good (another geometry, other weights), DeviceLostError if
-    the model's device is of no more use to this process.
+    What leaves `run`: PagepoolError if memd refuses this worker for good (another geometry, other weights), and
+    DeviceLostError of the model.
     """
 
     def __init__(self, surroundings: Surroundings, limits: Limits, eos_token_ids: Iterable[int]) -> None:
