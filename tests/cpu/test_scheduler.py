@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inferd.core.messages import Ending, Submit
-from inferd.core.ports import Commit, Grant, PoolInfo, Refusal
+from inferd.core.ports import Commit, Grant, PoolInfo, Refusal, Step
 from inferd.core.scheduler import Limits, Plan, Scheduler
 from inferd.core.sequence import Phase, Sequence
 from pagepool.errors import PagepoolError, Reason
@@ -354,3 +354,28 @@ def test_a_step_that_was_not_computed_commits_nothing() -> None:
     assert scheduler.plan(0.0)  # fails in the model
     scheduler.finish(sequence)
     assert scheduler.take_step().commits == [Commit(1001, [0, 1, 2, 3])]
+
+
+def test_a_step_planned_before_the_tokens_of_the_one_before_are_known_refers_to_them() -> None:
+    scheduler = attached()
+    first, second = make(1, prompt=9, most=3), make(2, prompt=3, most=2, at=1)
+    ready(scheduler, first, second)
+    plans = [scheduler.plan(0.0) for _ in range(4)]
+    inputs = [plan.input for plan in plans if plan]
+    assert [step.token_ids for step in inputs[1:]] == [[-1, -2], [-1]]
+    assert [step.positions for step in inputs[1:]] == [[9, 3], [10]]
+    assert [step.slots for step in inputs[1:]] == [[101 * BLOCK + 1, 200 * BLOCK + 3], [101 * BLOCK + 2]]
+    assert plans[3] is None, "the last token of each is being sampled"
+
+
+def test_the_table_of_a_sequence_that_has_ended_goes_back_after_its_last_step_in_flight() -> None:
+    scheduler = attached()
+    ready(scheduler, sequence := make(1, prompt=3))
+    before, after = scheduler.plan(0.0), scheduler.plan(0.0)
+    assert before
+    assert after
+    scheduler.collected(before)
+    scheduler.finish(sequence)
+    assert scheduler.take_step() == Step(commits=[Commit(1001, [0, 1, 2])], releases=[], creates=[])
+    scheduler.collected(after)
+    assert scheduler.take_step() == Step(commits=[], releases=[1001], creates=[])
