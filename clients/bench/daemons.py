@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,10 +28,13 @@ def folder() -> Iterator[Path]:
 
 
 @contextmanager
-def daemon(module: str, log: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A daemon as a child process, ended by SIGTERM."""
+def daemon(
+    module: str, log: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon as a child process, ended by SIGTERM; `environment` is added to this process's own."""
+    variables = {**os.environ, **(environment or {})}
     with log.open("wb") as out:
-        child = subprocess.Popen([sys.executable, "-m", module, *flags], stdout=out, stderr=out)
+        child = subprocess.Popen([sys.executable, "-m", module, *flags], stdout=out, stderr=out, env=variables)
     try:
         yield child
     finally:
@@ -74,10 +78,12 @@ def memd(place: Path, *flags: str) -> Iterator[tuple[PoolClient, subprocess.Pope
 
 
 @contextmanager
-def inferd(place: Path, *flags: str) -> Iterator[tuple[InferenceClient, subprocess.Popen[bytes]]]:
-    """An inferd on the memd of the same place, and its client."""
-    target, log = f"unix:{place}/inferd.sock", place / "inferd.log"
-    sockets = ("--listen", target, "--memd", f"unix:{place}/memd.sock")
-    with daemon("inferd", log, *sockets, *flags) as child, InferenceClient(target) as client:
+def inferd(
+    place: Path, *flags: str, name: str = "inferd", environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[InferenceClient, subprocess.Popen[bytes]]]:
+    """An inferd on the memd of the same place, and its client; `name` tells several apart."""
+    target, log = f"unix:{place}/{name}.sock", place / f"{name}.log"
+    words = ("--listen", target, "--memd", f"unix:{place}/memd.sock", "--name", name, *flags)
+    with daemon("inferd", log, *words, environment=environment) as child, InferenceClient(target) as client:
         wait_for(lambda: serving(target), child, log)
         yield client, child

@@ -1,0 +1,74 @@
+"""What two workers on one pool hold in common: blocks, by memd's counters, and GPU memory, by NVML."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+from pagepool_client import InferenceClient, PoolClient
+
+NEW = 256
+WAIT_S = 60.0
+
+
+def used_mb(index: int) -> float:
+    """MB in use on a GPU as NVML says, by whatever process; NaN where there is no GPU."""
+    query = ["nvidia-smi", f"--id={index}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return math.nan
+
+
+def _holders(memd: PoolClient, tokens: int, count: int) -> list[list[int]]:
+    """The packed entries of `count` tables that hold at least `tokens` tokens, waited for."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        tables = [list(table.entries) for table in memd.tables() if table.num_tokens >= tokens]
+        if len(tables) >= count:
+            return tables
+        time.sleep(0.002)
+    raise SystemExit(f"no {count} tables with {tokens} tokens within {WAIT_S:.0f} s")
+
+
+def report_sharing(memd: PoolClient, clients: Sequence[InferenceClient], prompt: Sequence[int]) -> None:
+    """Both workers continue one prompt at once; print which blocks their tables name, and what was allocated for it.
+
+    An entry of a table is the physical place of a block. Blocks of equal entries are one piece of memory, so nothing
+    was copied from one worker to the other.
+    """
+    options = {"temperature": 0.0, "max_tokens": NEW, "ignore_eos": True}
+    streams = [
+        threading.Thread(target=lambda client=client: client.generate(token_ids=prompt, **options).text())
+        for client in clients
+    ]
+    allocated = [memd.pool().counters.allocated_blocks]
+    tables: list[list[int]] = []
+    for number, stream in enumerate(streams, 1):
+        stream.start()
+        tables = _holders(memd, len(prompt), number)
+        allocated.append(memd.pool().counters.allocated_blocks)
+    for stream in streams:
+        stream.join()
+    size = memd.pool().block_size
+    shared = sum(a == b for a, b in zip(*tables, strict=True))
+    first, second = (b - a for a, b in pairwise(allocated))
+    full, own = (len(prompt) - 1) // size, -(-(NEW + len(prompt)) // size) - (len(prompt) - 1) // size
+    miss = "" if shared == full and second == own else "; MISSED"
+    print(f"blocks of {len(prompt)} + {NEW} tokens: the first worker took {first}, the second {second} more")
+    print(f"    physical blocks in both tables: {shared}   (bound: {full} shared, {own} of its own{miss})", flush=True)
+
+
+def report_memory(memd: PoolClient, used: Sequence[float]) -> None:
+    """`used`: MB before memd, with memd, with one worker when it started and after its work, with two after theirs."""
+    pool_mb = memd.pool().slab_bytes / 2**20
+    nothing, alone, started, one, two = used
+    print(f"GPU memory in use (NVML): {nothing:.0f} MB without us, {alone:.0f} with memd (pool {pool_mb:.0f}),")
+    # Another process that counted the pool again would add it to what the first one added.
+    counted = math.isnan(two) or (two - one) < (started - alone) + pool_mb / 2
+    miss = "" if counted else "; MISSED"
+    print(f"    {one:.0f} with one worker, {two:.0f} with two   (bound: the pool counted once{miss})", flush=True)
