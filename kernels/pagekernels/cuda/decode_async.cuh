@@ -1,0 +1,120 @@
+// Asynchronous copies into shared memory, and the barriers that tell of their arrival.
+#pragma once
+#include "decode_config.cuh"
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
+               : "memory");
+}
+
+__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parity) {
+  uint32_t passed;
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(passed) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+#else
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(passed) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+#endif
+  return passed != 0;
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  while (!barrier_passed(barrier, parity)) {
+  }
+}
+
+// Where `arrivals` lanes have said that their copies are on the way, or one lane how many bytes are.
+constexpr int kCopyArrivals = kBulk ? 1 : 33;
+
+#if BULK
+__device__ __forceinline__ void expect_bytes(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }" ::"r"(
+                   shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+#ifndef HINT_TILES
+#define HINT_TILES 1000000
+#endif
+#ifndef HINT_SHARE
+#define HINT_SHARE "1.0"
+#endif
+
+__device__ __forceinline__ uint64_t streamed_policy() {
+  uint64_t policy = 0;
+#if KV_HINT
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, " HINT_SHARE ";" : "=l"(policy));
+#endif
+  return policy;
+}
+
+__device__ __forceinline__ uint64_t normal_policy() {
+  uint64_t policy = 0;
+#if KV_HINT
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+
+// One thread: `bytes` (a multiple of 16), read once by the whole device, so that L2 need not keep them.
+__device__ __forceinline__ void copy_run(void* to, const void* from, uint32_t bytes, uint64_t* barrier,
+                                         uint64_t policy) {
+#if KV_HINT
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+          shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
+#else
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+#endif
+}
+#else
+__device__ __forceinline__ uint64_t streamed_policy() { return 0; }
+__device__ __forceinline__ uint64_t normal_policy() { return 0; }
+
+// A warp: `bytes`, 16 a lane and turn.
+__device__ __forceinline__ void copy_run(void* to, const void* from, uint32_t bytes, int lane) {
+  const uint32_t target = shared_address(to);
+  const char* source = static_cast<const char*>(from);
+  for (uint32_t at = lane * 16; at < bytes; at += 512)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target + at), "l"(source + at) : "memory");
+}
+
+// All lanes: the barrier hears of this lane when its copies have arrived.
+__device__ __forceinline__ void arrive_when_copied(uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+#endif
+
+__device__ __forceinline__ void barriers_init(Shared& shared) {
+  for (int i = 0; i < kSlots; ++i) {
+    barrier_init(&shared.full[i], kCopyArrivals);
+    barrier_init(&shared.empty[i], kQueryTiles);
+  }
+  for (int i = 0; i < kSegments; ++i) {
+    barrier_init(&shared.segment_full[i], kCopyArrivals);
+    barrier_init(&shared.segment_empty[i], kWarps);
+  }
+#if BULK
+  asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Barriers 1 and 2 of the CTA: the computing warps among themselves, and everybody once at the start.
+__device__ __forceinline__ void sync_computing() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+__device__ __forceinline__ void arrive_start() { asm volatile("bar.arrive 2, %0;" ::"n"(kThreads + 32) : "memory"); }
+__device__ __forceinline__ void sync_start() { asm volatile("bar.sync 2, %0;" ::"n"(kThreads + 32) : "memory"); }
+
+__device__ __forceinline__ unsigned long long now() {
+  unsigned long long ns;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+  return ns;
+}

@@ -1,0 +1,252 @@
+// The loading warp: walks the CTA's ranges of tiles and keeps the ring of shared memory full.
+#pragma once
+#include "decode_async.cuh"
+
+// Where the loading warp stands. All lanes hold the same, but for what is marked as a lane's.
+struct Walk {
+  const Sequence* list;
+  Sequence sequence;   // now being read
+  int ahead;           // a lane's: word `lane` of the next sequence of the list
+  int index, pair;     // of the sequence in the list, of the pair in the sequence
+  int tile, left;      // next tile of the pair, tiles left of the range before the current segment
+  uint32_t entries;    // a lane's: table entry of block first_block + lane
+  uint32_t following;  // a lane's: the same for the batch after this one
+  int first_block;
+};
+
+// What a range's record says beside where it begins.
+struct RangeInfo {
+  int range, items;
+  Sharers first_pair, last_pair;
+  int ctas, ranges;
+};
+
+// The range after this one, being asked for while this one is loaded.
+struct Next {
+  uint32_t grabbed;       // lane 0's: how many were handed out before
+  int words;              // a lane's: word `lane` of its record
+  uint32_t entries;       // a lane's
+  int range;              // -1: there is none
+  int stage;              // 0: not asked yet, 1: asked, 2: known, its record is on the way
+};
+
+struct Ring {
+  int slot;
+  uint32_t parity;  // flips when the ring has been round
+};
+
+__device__ __forceinline__ void advance(Ring& ring, int steps) {
+  ring.slot += steps;
+  if (ring.slot >= kSlots) {
+    ring.slot -= kSlots;
+    ring.parity ^= 1;
+  }
+}
+
+// Unused lanes get 0: entries beyond a sequence's end may be absurd and are never looked at.
+__device__ __forceinline__ uint32_t load_entries(const DecodeParams& p, int row, int block, int last_tile, int lane) {
+  const bool used = (block + lane) * kTilesPerBlock < last_tile;
+  return used ? __ldg(p.tables + int64_t(row) * p.table_stride + block + lane) : 0;
+}
+
+__device__ __forceinline__ int load_ahead(const Walk& walk, int lane) {
+  return lane < 8 ? __ldg(reinterpret_cast<const int*>(walk.list + walk.index + 1) + lane) : 0;
+}
+
+__device__ __forceinline__ Sequence unpack_sequence(int words) {
+  Sequence s;
+  s.row = __shfl_sync(~0u, words, 0), s.q_start = __shfl_sync(~0u, words, 1), s.q_len = __shfl_sync(~0u, words, 2);
+  s.kv_len = __shfl_sync(~0u, words, 3), s.first_tile = __shfl_sync(~0u, words, 4);
+  s.last_tile = __shfl_sync(~0u, words, 5), s.pairs = __shfl_sync(~0u, words, 6), s.reserved = 0;
+  return s;
+}
+
+// The entries of the batch after this one: of the same segment, or of the next segment's beginning.
+__device__ __forceinline__ uint32_t load_following(const DecodeParams& p, const Walk& walk, int end, int lane) {
+  const int block = walk.first_block + 32;
+  if (block * kTilesPerBlock < end) return load_entries(p, walk.sequence.row, block, walk.sequence.last_tile, lane);
+  if (end - walk.tile >= walk.left) return 0;
+  const bool same = walk.pair + 1 < walk.sequence.pairs;
+  const int row = same ? walk.sequence.row : __shfl_sync(~0u, walk.ahead, 0);
+  const int first = same ? walk.sequence.first_tile : __shfl_sync(~0u, walk.ahead, 4);
+  const int last = same ? walk.sequence.last_tile : __shfl_sync(~0u, walk.ahead, 5);
+  return load_entries(p, row, first / kTilesPerBlock, last, lane);
+}
+
+// The query rows of a segment, each contiguous, into shared memory without gaps.
+__device__ __forceinline__ void load_queries(const DecodeParams& p, Shared& shared, const Segment& segment, int at,
+                                             int lane) {
+  uint64_t* barrier = &shared.segment_full[at];
+#if BULK
+  if (lane == 0) expect_bytes(barrier, segment.rows * kDim * 2);
+  __syncwarp();
+  for (int r = lane; r < segment.rows; r += 32) {
+#else
+  for (int r = 0; r < segment.rows; ++r) {
+#endif
+    const int row = segment.row + r;
+    const uint16_t* from = p.q + (segment.q_start + row / kGroup) * p.q_token +
+                           (segment.head * kGroup + row % kGroup) * p.q_head;
+#if BULK
+    copy_run(&shared.q[at][r * kDim], from, kDim * 2, barrier, streamed_policy());
+#else
+    copy_run(&shared.q[at][r * kDim], from, kDim * 2, lane);
+#endif
+  }
+#if !BULK
+  arrive_when_copied(barrier);
+  if (lane == 0) barrier_arrive(barrier);
+#endif
+}
+
+__device__ __forceinline__ Segment describe(const Walk& walk, const RangeInfo& info, int end, int item) {
+  const Sequence& s = walk.sequence;
+  const int runs = (s.q_len * kGroup + kSuperRows - 1) / kSuperRows;
+  Segment segment;
+  segment.first_item = item, segment.last_item = item + end - walk.tile;
+  segment.first_tile = walk.tile;
+  segment.head = walk.pair / runs, segment.row = walk.pair % runs * kSuperRows;
+  segment.rows = min(kSuperRows, s.q_len * kGroup - segment.row);
+  segment.q_start = s.q_start, segment.q_len = s.q_len, segment.kv_len = s.kv_len;
+  const bool whole = walk.tile == s.first_tile && end == s.last_tile;
+  const bool begins = walk.left == info.items;
+  const Sharers sharers = begins ? info.first_pair : info.last_pair;
+  segment.range = info.range, segment.begins_range = begins, segment.stop = 0;
+  segment.first_range = whole ? info.range : sharers.first, segment.sharers = whole ? 1 : sharers.count;
+  return segment;
+}
+
+// Start the copy of one tile into a slot that is free. `scales` are of the tile's block.
+__device__ __forceinline__ void load_tile(const DecodeParams& p, Shared& shared, int slot, uint32_t entry, int sub,
+                                          int head, float2 scales, uint64_t policy, int lane) {
+  const uint32_t format = entry >> 29;
+  const int size = kFp8 && format == 4 ? 1 : 2;
+  const unsigned char* block = p.slabs[(entry >> 26) & 7] + int64_t(entry & 0x3ffffff) * p.unit_bytes;
+  const unsigned char* k = block + (p.layer_offset + int64_t(head) * (2 * kBlock * kDim) + sub * (kTile * kDim)) * size;
+  const uint32_t bytes = kTile * kDim * size;
+  unsigned char* ring = shared.ring[slot];
+  if (kFp8 && lane == 0) shared.info[slot] = {format, scales.x, scales.y};
+#if BULK
+  if (lane == 0) {
+    expect_bytes(&shared.full[slot], 2 * bytes);
+    if (kTilesPerBlock == 1) {
+      copy_run(ring, k, 2 * bytes, &shared.full[slot], policy);
+    } else {
+      copy_run(ring, k, bytes, &shared.full[slot], policy);
+      copy_run(ring + bytes, k + kBlock * kDim * size, bytes, &shared.full[slot], policy);
+    }
+  }
+#else
+  copy_run(ring, k, bytes, lane);
+  copy_run(ring + bytes, k + kBlock * kDim * size, bytes, lane);
+  arrive_when_copied(&shared.full[slot]);
+  if (lane == 0) barrier_arrive(&shared.full[slot]);
+#endif
+}
+
+// A lane's: K and V scale of its block of the batch, 1 unless it is an FP8 block.
+__device__ __forceinline__ float2 load_scales(const DecodeParams& p, uint32_t entry, int head) {
+  if (!kFp8 || entry >> 29 != 4) return {1.0f, 1.0f};
+  const unsigned char* block = p.slabs[(entry >> 26) & 7] + int64_t(entry & 0x3ffffff) * p.unit_bytes;
+  return __ldg(reinterpret_cast<const float2*>(block + p.scale_offset) + head);
+}
+
+__device__ __forceinline__ void ask_for_range(const DecodeParams& p, const RangeInfo& info, Next& next, int lane) {
+  next.stage = 1;
+  if (info.ranges > info.ctas && lane == 0) next.grabbed = atomicInc(p.counters + p.max_ranges, info.ranges - 1);
+}
+
+__device__ __forceinline__ void fetch_record(const DecodeParams& p, Next& next, int range, int lane) {
+  next.range = range, next.stage = 2;
+  if (range < 0) return;
+  next.words = __ldg(reinterpret_cast<const int*>(p.plan + range) + lane);
+  next.entries = __ldg(p.plan[range].entries + lane);
+}
+
+__device__ __forceinline__ void learn_range(const DecodeParams& p, const RangeInfo& info, Next& next, int lane) {
+  const int number = info.ctas + static_cast<int>(__shfl_sync(~0u, next.grabbed, 0));
+  fetch_record(p, next, info.ranges > info.ctas && number < info.ranges ? number : -1, lane);
+}
+
+// Load the tiles up to `end` of the current pair.
+__device__ __forceinline__ void load_segment(const DecodeParams& p, Shared& shared, Walk& walk, Next& next,
+                                             const RangeInfo& info, Ring& ring, int end, int head, uint64_t policy,
+                                             int lane) {
+  int tile = walk.tile;
+  const int range_end = tile + walk.left;
+  while (tile < end) {
+    const int batch_end = min(end, (walk.first_block + 32) * kTilesPerBlock);
+    const int look_ahead = min(batch_end - 1, tile + 8);  // the first loads are on their way by then
+    const float2 scales = load_scales(p, walk.entries, head);
+    for (; tile < batch_end; ++tile) {
+      const int from = tile / kTilesPerBlock - walk.first_block;
+      const uint32_t entry = __shfl_sync(~0u, walk.entries, from);
+      float2 own = {1.0f, 1.0f};
+      if (kFp8) own = {__shfl_sync(~0u, scales.x, from), __shfl_sync(~0u, scales.y, from)};
+      barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
+      load_tile(p, shared, ring.slot, entry, tile % kTilesPerBlock, head, own, policy, lane);
+      advance(ring, 1);
+      if (tile == look_ahead) walk.following = load_following(p, walk, end, lane);
+      if (next.stage == 0 && range_end - tile <= 10) ask_for_range(p, info, next, lane);
+      if (next.stage == 1 && range_end - tile <= 4) learn_range(p, info, next, lane);
+    }
+    walk.entries = walk.following;
+    walk.first_block += 32;
+  }
+}
+
+__device__ __forceinline__ void next_pair(Walk& walk, int lane) {
+  if (++walk.pair == walk.sequence.pairs) {
+    walk.sequence = unpack_sequence(walk.ahead);
+    walk.index += 1, walk.pair = 0;
+    walk.ahead = load_ahead(walk, lane);
+  }
+  walk.tile = walk.sequence.first_tile;
+  walk.first_block = walk.tile / kTilesPerBlock;
+}
+
+// Stand at the beginning of the range whose record has arrived.
+__device__ __forceinline__ RangeInfo begin_range(const DecodeParams& p, Walk& walk, const Next& next, int lane) {
+  const auto word = [&](int at) { return __shfl_sync(~0u, next.words, at); };
+  walk.list = plan_sequences(p.plan, p.max_ranges);
+  walk.left = word(0), walk.index = word(1), walk.pair = word(2), walk.tile = word(3);
+  walk.sequence = unpack_sequence(__shfl_down_sync(~0u, next.words, 8));
+  walk.entries = next.entries;
+  walk.first_block = walk.tile / kTilesPerBlock;
+  if (walk.left) walk.ahead = load_ahead(walk, lane);
+  return {next.range, walk.left, {word(4), word(5)}, {word(6), word(7)}, word(16), word(17)};
+}
+
+__device__ __forceinline__ void publish(const DecodeParams& p, Shared& shared, const Segment& segment, int number,
+                                        int lane) {
+  const int at = number % kSegments;
+  barrier_wait(&shared.segment_empty[at], (number / kSegments & 1) ^ 1);
+  if (lane == 0) shared.segments[at] = segment;
+  __syncwarp();
+  load_queries(p, shared, segment, at, lane);
+}
+
+// From the CTA's own range to the last that is to be had. `next` is its own, already asked for.
+__device__ void load_all(const DecodeParams& p, Shared& shared, Next next, int lane) {
+  Walk walk;
+  Ring ring = {0, 0};
+  int number = 0, item = 0;
+  const uint64_t streamed = streamed_policy(), normal = normal_policy();
+  while (next.range >= 0) {
+    const RangeInfo info = begin_range(p, walk, next, lane);
+    if (walk.left == 0) break;
+    next.stage = 0;
+    while (walk.left > 0) {
+      const int end = min(walk.sequence.last_tile, walk.tile + walk.left);
+      const Segment segment = describe(walk, info, end, item);
+      publish(p, shared, segment, number++, lane);
+      const uint64_t policy = item < HINT_TILES ? streamed : normal;
+      load_segment(p, shared, walk, next, info, ring, end, segment.head, policy, lane);
+      walk.left -= end - walk.tile, item += end - walk.tile;
+      next_pair(walk, lane);
+    }
+  }
+  Segment stop = {};
+  stop.stop = 1;
+  publish(p, shared, stop, number, lane);
+}

@@ -1,0 +1,191 @@
+// Joining partial results: of a CTA's warps in shared memory, of ranges by the last to be done, always in one order.
+#pragma once
+#include "decode_softmax.cuh"
+
+// Where a range's partial of a pair lies: of one that begins in an earlier range at 0, else at 1.
+__device__ __forceinline__ int64_t partial_row(int range, bool continued) {
+  return (int64_t(range) * 2 + (continued ? 0 : 1)) * kSuperRows;
+}
+
+__device__ __forceinline__ float2* partial_sums(const DecodeParams& p) {
+  return reinterpret_cast<float2*>(p.partials + int64_t(p.max_ranges) * 2 * kSuperRows * kDim);
+}
+
+// Reference and sum of a row over the streams of its query tile.
+__device__ __forceinline__ float2 merged_sum(const Shared& shared, int query_tile, int row) {
+  float reference = kLowest, sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i)
+    reference = fmaxf(reference, shared.max_sum[i * kQueryTiles + query_tile][row].x);
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) {
+    const float2 part = shared.max_sum[i * kQueryTiles + query_tile][row];
+    sum += part.y * exp2_fast(part.x - reference);
+  }
+  return {reference, sum};
+}
+
+// What a finished row's weights are divided by, and its log-sum-exp: the sink, if any, only joins the denominator.
+__device__ __forceinline__ float finish(const DecodeParams& p, float2 total, int head, int64_t token) {
+  float factor = 1.0f;
+  if (kFeatures && p.sinks) {
+    const float sink = __ldg(p.sinks + head) * kLog2e, reference = fmaxf(total.x, sink);
+    factor = exp2_fast(total.x - reference);
+    total = {reference, total.y * factor + exp2_fast(sink - reference)};
+  }
+  if (p.lse && total.y > 0.0f) p.lse[token * (p.kv_heads * kGroup) + head] = (total.x + log2f(total.y)) / kLog2e;
+  return total.y > 0.0f ? factor / total.y : 0.0f;
+}
+
+struct RowPlace {
+  int head;
+  int64_t token;
+};
+
+__device__ __forceinline__ RowPlace place_of(const Segment& segment, int row) {
+  const int packed = segment.row + row;
+  return {segment.head * kGroup + packed % kGroup, segment.q_start + packed / kGroup};
+}
+
+template <int kCount>
+__device__ __forceinline__ void store_out(const DecodeParams& p, RowPlace place, int column, const float (&x)[kCount]) {
+  uint32_t pairs[kCount / 2];
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) pairs[i] = pack_pair<kF16>(x[2 * i], x[2 * i + 1]);
+  uint16_t* to = p.out + place.token * p.out_token + place.head * p.out_head + column;
+  if constexpr (kCount == 4)
+    *reinterpret_cast<uint2*>(to) = {pairs[0], pairs[1]};
+  else
+    *reinterpret_cast<uint32_t*>(to) = pairs[0];
+}
+
+// Sum what the streams left of columns [column, column + kExchangedTiles * 8) and write it out, or to the partials.
+__device__ __forceinline__ void sum_streams(const DecodeParams& p, const Shared& shared, const Segment& segment,
+                                            int column, int thread) {
+  constexpr int kPairs = kExchangedTiles * 4;
+  const bool whole = segment.sharers == 1;
+  for (int i = thread; i < segment.rows * kPairs; i += kThreads) {
+    const int row = i / kPairs, pair = i % kPairs, query_tile = row / kRows;
+    float x[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int w = 0; w < kStreams; ++w) {
+      const int from = ((w * kQueryTiles + query_tile) * kRows + row % kRows) * kExchangeStride + pair * 2;
+      const float2 part = *reinterpret_cast<const float2*>(&shared.exchange[from]);
+      x[0] += part.x, x[1] += part.y;
+    }
+    const int at = column + pair * 2;
+    if (whole) {
+      const RowPlace place = place_of(segment, row);
+      const float factor = finish(p, merged_sum(shared, query_tile, row % kRows), place.head, place.token);
+      x[0] *= factor, x[1] *= factor;
+      store_out(p, place, at, x);
+    } else {
+      const int range = segment.range;
+      const int64_t to = partial_row(range, range != segment.first_range) + row;
+      *reinterpret_cast<float2*>(p.partials + to * kDim + at) = {x[0], x[1]};
+      if (at == 0) partial_sums(p)[to] = merged_sum(shared, query_tile, row % kRows);
+    }
+  }
+}
+
+// All computing warps: this segment's result of the CTA.
+__device__ __forceinline__ void merge_warps(const DecodeParams& p, Shared& shared, Softmax& state,
+                                            const Segment& segment, int warp, int lane) {
+  const int query_tile = warp % kQueryTiles, g = lane >> 2, t = lane & 3;
+  if (kFp8 && state.fp8_order) reorder(state.out, false, lane);
+  float scale[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float sum = quad_sum(state.sum[i]);
+    if (t == 0 && g + 8 * i < kRows) shared.max_sum[warp][g + 8 * i] = {state.reference[i], sum};
+  }
+  sync_computing();
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    if (g + 8 * i < kRows) scale[i] = exp2_fast(state.reference[i] - merged_sum(shared, query_tile, g + 8 * i).x);
+#pragma unroll
+  for (int first = 0; first < kColumnTiles; first += kExchangedTiles) {
+    if (first) sync_computing();
+#pragma unroll
+    for (int c = 0; c < kExchangedTiles; ++c)
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        if (g + 8 * i < kRows) {
+          const int to = (warp * kRows + g + 8 * i) * kExchangeStride + c * 8 + 2 * t;
+          const float(&x)[4] = state.out[first + c];
+          *reinterpret_cast<float2*>(&shared.exchange[to]) = {x[2 * i] * scale[i], x[2 * i + 1] * scale[i]};
+        }
+    sync_computing();
+    sum_streams(p, shared, segment, first * 8, warp * 32 + lane);
+  }
+}
+
+// Whether this is the last range of a pair's to come here; what the others wrote is then visible to all its threads.
+__device__ __forceinline__ bool is_last_sharer(const DecodeParams& p, Shared& shared, const Segment& segment,
+                                               int thread) {
+  sync_computing();
+  if (thread == 0) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before) : "l"(p.counters + segment.first_range), "r"(segment.sharers - 1) : "memory");
+    shared.arrived = before;
+  }
+  sync_computing();
+  return shared.arrived == segment.sharers - 1;
+}
+
+constexpr int kJoined = kSuperRows * kDim / 4 * 4 >= kThreads * 3 ? 4 : 2;  // columns a thread takes
+constexpr int kAtOnce = 16;                                                 // partials whose loads overlap
+
+struct Joined {
+  float x[kJoined];
+  float2 total;
+};
+
+// kAtOnce partials of one row and column, from range `at` on, joined to `sum`.
+__device__ __forceinline__ void join_some(const DecodeParams& p, Joined& sum, const Segment& segment, int at, int row,
+                                          int column) {
+  float2 totals[kAtOnce];
+  float parts[kAtOnce][kJoined];
+  const int end = segment.first_range + segment.sharers;
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const int range = min(at + i, end - 1);
+    const int64_t from = partial_row(range, range != segment.first_range) + row;
+    totals[i] = __ldcg(partial_sums(p) + from);
+    const float* x = p.partials + from * kDim + column;
+#pragma unroll
+    for (int j = 0; j < kJoined; j += 2) {
+      const float2 pair = __ldcg(reinterpret_cast<const float2*>(x + j));
+      parts[i][j] = pair.x, parts[i][j + 1] = pair.y;
+    }
+  }
+  float reference = sum.total.x;
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) reference = fmaxf(reference, totals[i].x);
+  const float old = exp2_fast(sum.total.x - reference);
+  sum.total = {reference, sum.total.y * old};
+#pragma unroll
+  for (int j = 0; j < kJoined; ++j) sum.x[j] *= old;
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) {
+    const float weight = at + i < end ? exp2_fast(totals[i].x - reference) : 0.0f;
+    sum.total.y += totals[i].y * weight;
+#pragma unroll
+    for (int j = 0; j < kJoined; ++j) sum.x[j] += parts[i][j] * weight;
+  }
+}
+
+__device__ __forceinline__ void join_ranges(const DecodeParams& p, const Segment& segment, int thread) {
+  for (int i = thread; i < segment.rows * (kDim / kJoined); i += kThreads) {
+    const int row = i / (kDim / kJoined), column = i % (kDim / kJoined) * kJoined;
+    Joined sum = {{}, {kLowest, 0.0f}};
+    const int end = segment.first_range + segment.sharers;
+    for (int at = segment.first_range; at < end; at += kAtOnce) join_some(p, sum, segment, at, row, column);
+    const RowPlace place = place_of(segment, row);
+    const float factor = finish(p, sum.total, place.head, place.token);
+#pragma unroll
+    for (int j = 0; j < kJoined; ++j) sum.x[j] *= factor;
+    store_out(p, place, column, sum.x);
+  }
+}

@@ -1,0 +1,256 @@
+// The planner: once a step, on the device, it cuts the step's work into contiguous ranges (plan.cuh).
+//
+// plan(PlanParams): grid (kinds), block (1024). One CTA makes the work list of one layer kind. Tiles weigh their bytes,
+// so FP8 tiles, half as long to read, are handed out twice as fast. Nothing is read back to the host: a captured graph
+// plans anew from whatever the fixed buffers hold at each replay. At most 1024 sequences.
+#include "plan.cuh"
+
+constexpr int kThreads = 1024;
+constexpr int kMaxKinds = 8;
+constexpr uint32_t kFp8Format = 4;
+
+struct PlanParams {
+  const int32_t* cu_q_lens;      // [S + 1]
+  const int32_t* kv_lens;        // [S], 0: padding
+  const uint32_t* tables;        // [S, table_stride]
+  unsigned char* workspace;
+  int64_t kind_bytes;            // of a kind's part of the workspace
+  int sequences, table_stride;
+  int block_size;
+  Kind kinds[kMaxKinds];
+};
+
+// A place in the order of all tiles: the tiles before it, and where it is.
+struct Place {
+  long long tiles;
+  int index, pair, tile;
+};
+
+struct Shared {
+  Sequence list[kMaxSequences];
+  int weight[kMaxSequences];                  // of one pair
+  long long weight_before[kMaxSequences + 1];  // of all pairs of the sequences before
+  long long tiles_before[kMaxSequences + 1];
+  long long pairs;
+  Place places[kMaxRanges + 1];
+  long long scan[kThreads / 32];
+  int count, uneven, ctas, ranges;
+};
+
+// Exclusive sum over the CTA's threads in their order; `total` of all.
+__device__ long long scan(Shared& shared, long long value, long long& total) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  long long sum = value;
+  for (int d = 1; d < 32; d *= 2) {
+    const long long other = __shfl_up_sync(~0u, sum, d);
+    if (lane >= d) sum += other;
+  }
+  __syncthreads();
+  if (lane == 31) shared.scan[warp] = sum;
+  __syncthreads();
+  long long before = 0;
+  total = 0;
+  for (int w = 0; w < kThreads / 32; ++w) {
+    if (w == warp) before = total;
+    total += shared.scan[w];
+  }
+  return before + sum - value;
+}
+
+__device__ Sequence read_sequence(const PlanParams& p, const Kind& kind, int row) {
+  Sequence s = {};
+  if (row >= p.sequences) return s;
+  const int tile = min(p.block_size, 16), start = p.cu_q_lens[row];
+  s.row = row, s.q_start = start, s.q_len = p.cu_q_lens[row + 1] - start, s.kv_len = p.kv_lens[row];
+  if (s.q_len <= 0 || s.kv_len <= 0) return {};
+  const int position = s.kv_len - s.q_len;
+  int first = kind.window ? max(0, position - kind.window + 1) : 0;
+  if (kind.chunk) first = max(first, position / kind.chunk * kind.chunk);
+  s.first_tile = max(0, first) / tile;
+  s.last_tile = (s.kv_len + tile - 1) / tile;
+  s.pairs = kind.kv_heads * ((s.q_len * kind.group + kind.rows - 1) / kind.rows);
+  return s;
+}
+
+__device__ int tile_weight(const PlanParams& p, const Kind& kind, const Sequence& s, int tile) {
+  const int tiles_per_block = max(1, p.block_size / 16);
+  const uint32_t entry = p.tables[int64_t(s.row) * p.table_stride + tile / tiles_per_block];
+  return entry >> 29 == kFp8Format ? 1 : kind.native_weight;
+}
+
+// A warp: how many tiles of `s` weigh at most `limit` together, and in `sum` what they weigh.
+__device__ int tiles_within(const PlanParams& p, const Kind& kind, const Sequence& s, int limit, int& sum) {
+  const int lane = threadIdx.x & 31;
+  sum = 0;
+  for (int tile = s.first_tile; tile < s.last_tile; tile += 32) {
+    const int weight = tile + lane < s.last_tile ? tile_weight(p, kind, s, tile + lane) : 0;
+    int upto = weight;
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, upto, d);
+      if (lane >= d) upto += other;
+    }
+    const unsigned within = __ballot_sync(~0u, weight && sum + upto <= limit);
+    const int count = __popc(within);
+    if (count) sum += __shfl_sync(~0u, upto, count - 1);
+    if (count < 32) return tile - s.first_tile + count;
+  }
+  return s.last_tile - s.first_tile;
+}
+
+// The list of sequences with work, their weights, and the sums of both before each.
+__device__ void list_sequences(const PlanParams& p, const Kind& kind, Shared& shared) {
+  const Sequence s = read_sequence(p, kind, threadIdx.x);
+  long long count, tiles, weight;
+  const int index = static_cast<int>(scan(shared, s.pairs > 0, count));
+  if (s.pairs > 0) shared.list[index] = s;
+  if (threadIdx.x == 0) shared.count = static_cast<int>(count), shared.uneven = 0;
+  __syncthreads();
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  for (int i = warp; kind.native_weight && i < count; i += kThreads / 32) {
+    int sum = 0;
+    const int tiles_all = tiles_within(p, kind, shared.list[i], 1 << 30, sum);
+    if (lane == 0) shared.weight[i] = tiles_all ? sum : 0;
+  }
+  __syncthreads();
+  const bool mine = threadIdx.x < count;
+  const Sequence own = mine ? shared.list[threadIdx.x] : Sequence{};
+  const int length = own.last_tile - own.first_tile;
+  const int own_weight = mine && kind.native_weight ? shared.weight[threadIdx.x] : length;
+  const long long tiles_before = scan(shared, (long long)length * own.pairs, tiles);
+  const long long weight_before = scan(shared, (long long)own_weight * own.pairs, weight);
+  long long pairs;
+  scan(shared, own.pairs, pairs);
+  if (mine) {
+    shared.weight[threadIdx.x] = own_weight;
+    shared.tiles_before[threadIdx.x] = tiles_before, shared.weight_before[threadIdx.x] = weight_before;
+  }
+  if (threadIdx.x == 0) shared.tiles_before[count] = tiles, shared.weight_before[count] = weight, shared.pairs = pairs;
+  __syncthreads();
+  if (mine && own_weight != shared.weight[0]) shared.uneven = 1;
+  __syncthreads();
+}
+
+// How many CTAs work: each has enough to do, and where all pairs are equal the cuts fall on their borders if fewer CTAs
+// can be had for that: what no two CTAs share needs no joining.
+__device__ int choose_ctas(const Kind& kind, const Shared& shared) {
+  const long long tiles = shared.tiles_before[shared.count], pairs = shared.pairs;
+  const int wanted = static_cast<int>(min((long long)kind.ctas, max(tiles ? 1LL : 0LL, tiles / kind.min_items)));
+  if (shared.uneven || wanted == 0) return wanted;
+  for (int ctas = wanted; ctas * 16 > wanted * 15; --ctas)
+    if (ctas % pairs == 0 || pairs % ctas == 0) return ctas;
+  return wanted;
+}
+
+// Ranges in all: where CTAs have much to do, their last part is handed out in short ones.
+__device__ int choose_ranges(const Kind& kind, const Shared& shared) {
+  const long long tiles = shared.tiles_before[shared.count], spare = tiles * kind.spare / 64;
+  if (tiles < (long long)kind.spare_from * shared.ctas) return shared.ctas;
+  return static_cast<int>(min(spare / kind.spare_items, (long long)kind.max_ranges - shared.ctas)) + shared.ctas;
+}
+
+// The weight before range r: the CTAs' ranges are equal among themselves, and so are the others.
+__device__ long long weight_before(const Kind& kind, const Shared& shared, int r) {
+  const long long all = shared.weight_before[shared.count];
+  const int ctas = shared.ctas, others = shared.ranges - ctas;
+  const long long firm = others ? all - all * kind.spare / 64 : all;
+  return r <= ctas ? firm * r / ctas : firm + (all - firm) * (r - ctas) / others;
+}
+
+// The last sequence that begins at or before `weight`.
+__device__ int find_sequence(const Shared& shared, long long weight) {
+  int low = 0, high = shared.count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (shared.weight_before[middle] <= weight) low = middle; else high = middle - 1;
+  }
+  return low;
+}
+
+// Where each range begins.
+__device__ void cut(const PlanParams& p, const Kind& kind, Shared& shared) {
+  const int lane = threadIdx.x & 31, ranges = shared.ranges, count = shared.count;
+  const bool mixed = kind.native_weight != 0;
+  const int step = mixed ? kThreads / 32 : kThreads;
+  for (int c = mixed ? threadIdx.x >> 5 : threadIdx.x; c <= ranges; c += step) {
+    Place place = {shared.tiles_before[count], count, 0, 0};
+    if (c < ranges) {
+      const long long weight = weight_before(kind, shared, c);
+      const int index = find_sequence(shared, weight), each = shared.weight[index];
+      const Sequence& s = shared.list[index];
+      const long long within = weight - shared.weight_before[index];
+      int offset = static_cast<int>(within % each), sum;
+      if (mixed) offset = tiles_within(p, kind, s, offset, sum);
+      place.index = index, place.pair = static_cast<int>(within / each), place.tile = s.first_tile + offset;
+      place.tiles = shared.tiles_before[index] + (long long)place.pair * (s.last_tile - s.first_tile) + offset;
+    }
+    if (!mixed || lane == 0) shared.places[c] = place;
+  }
+  __syncthreads();
+}
+
+// The last range that begins at or before tile `tile` of the whole order.
+__device__ int find_range(const Shared& shared, long long tile) {
+  int low = 0, high = shared.ranges - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (shared.places[middle].tiles <= tile) low = middle; else high = middle - 1;
+  }
+  return low;
+}
+
+__device__ Sharers find_sharers(const Shared& shared, int index, int pair) {
+  const Sequence& s = shared.list[index];
+  const int length = s.last_tile - s.first_tile;
+  const long long first = shared.tiles_before[index] + (long long)pair * length;
+  const int range = find_range(shared, first);
+  return {range, find_range(shared, first + length - 1) - range + 1};
+}
+
+// The pair that the tile `tile` of the whole order belongs to.
+__device__ Place find_pair(const Shared& shared, long long tile) {
+  int low = 0, high = shared.count - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (shared.tiles_before[middle] <= tile) low = middle; else high = middle - 1;
+  }
+  const int length = shared.list[low].last_tile - shared.list[low].first_tile;
+  return {tile, low, static_cast<int>((tile - shared.tiles_before[low]) / length), 0};
+}
+
+__device__ void write_records(const PlanParams& p, const Kind& kind, const Shared& shared, Range* plans) {
+  for (int c = threadIdx.x; c < max(kind.ctas, shared.ranges); c += kThreads) {
+    plans[c].items = 0, plans[c].ctas = shared.ctas, plans[c].ranges = shared.ranges;
+    if (c >= shared.ranges) continue;
+    const Place& place = shared.places[c];
+    const Place last = find_pair(shared, shared.places[c + 1].tiles - 1);
+    plans[c].items = static_cast<int>(shared.places[c + 1].tiles - place.tiles);
+    plans[c].index = place.index, plans[c].pair = place.pair, plans[c].tile = place.tile;
+    plans[c].first_pair = find_sharers(shared, place.index, place.pair);
+    plans[c].last_pair = find_sharers(shared, last.index, last.pair);
+    plans[c].sequence = shared.list[place.index];
+  }
+  Sequence* list = const_cast<Sequence*>(plan_sequences(plans, kind.max_ranges));
+  for (int i = threadIdx.x; i < shared.count; i += kThreads) list[i] = shared.list[i];
+  const int tiles_per_block = max(1, p.block_size / 16);
+  for (int i = threadIdx.x; i < shared.ranges * kPlanEntries; i += kThreads) {
+    const Place& place = shared.places[i / kPlanEntries];
+    const Sequence& s = shared.list[place.index];
+    const int block = place.tile / tiles_per_block + i % kPlanEntries;
+    const bool used = block * tiles_per_block < s.last_tile;
+    plans[i / kPlanEntries].entries[i % kPlanEntries] = used ? p.tables[int64_t(s.row) * p.table_stride + block] : 0;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) plan(const __grid_constant__ PlanParams p) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  const Kind kind = p.kinds[blockIdx.x];
+  list_sequences(p, kind, shared);
+  if (threadIdx.x == 0) {
+    shared.ctas = choose_ctas(kind, shared);
+    shared.ranges = choose_ranges(kind, shared);
+  }
+  __syncthreads();
+  cut(p, kind, shared);
+  write_records(p, kind, shared, reinterpret_cast<Range*>(p.workspace + blockIdx.x * p.kind_bytes));
+}
