@@ -106,7 +106,8 @@ struct Draws {
     // The score of a token; -inf if it is cut.
     __device__ __forceinline__ float kept(float logit, int id) const {
         float score = scale.score(logit);
-        return score > cut.score || (score == cut.score && id >= cut.id) ? score : -INFINITY;
+        bool stays = (score > cut.score) | ((score == cut.score) & (id >= cut.id));  // without branches
+        return stays ? score : -INFINITY;
     }
     __device__ __forceinline__ uint64_t bits(int id) const { return mix(stream + (uint64_t)(id + 1) * GAMMA); }
 
