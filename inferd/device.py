@@ -91,7 +91,9 @@ def choose_device(
             raise CudaUnavailableError("this is WSL 2, where CUDA maps no memory of other processes")
         gpus = visible_gpus((open_ or open_driver)())
     except CudaUnavailableError as error:
-        raise _mismatch(flag, f"{place}, and here {error}", "memd with --device cpu otherwise") from error
+        raise _mismatch(
+            flag, f"{place}, but {error}", "inferd where that can be used, or memd with --device cpu"
+        ) from error
     own = _own_gpu(flag, pool, place, gpus)
     if flag.startswith("cuda:") and flag != f"cuda:{own.index}":
         remedy = f"inferd with --device cuda:{own.index} or auto, or another memd on the other GPU"

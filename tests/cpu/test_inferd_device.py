@@ -83,7 +83,7 @@ def test_mig_wsl2_and_a_missing_driver_are_named() -> None:
         choose_device("auto", POOL, lambda: fake_driver(mig), wsl2=False)
     with pytest.raises(PagepoolError, match="WSL 2, where CUDA maps no memory"):
         choose_device("auto", POOL, lambda: fake_driver(MACHINE), wsl2=True)
-    with pytest.raises(PagepoolError, match=r"lies on Fake GPU .*libcuda\.so\.1.*memd with --device cpu otherwise"):
+    with pytest.raises(PagepoolError, match=r"lies on Fake GPU .*libcuda\.so\.1.*, or memd with --device cpu"):
         choose_device("auto", POOL, nowhere, wsl2=False)
 
 

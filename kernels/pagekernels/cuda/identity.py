@@ -49,7 +49,9 @@ def open_driver() -> Driver:
     try:
         driver.init()
     except driver.Error as error:
-        raise CudaUnavailableError(f"CUDA cannot be used ({error}); see what nvidia-smi says") from error
+        raise CudaUnavailableError(
+            f"CUDA cannot be used ({error}); see nvidia-smi -L and CUDA_VISIBLE_DEVICES"
+        ) from error
     return Driver(driver, _uuids)
 
 
