@@ -172,7 +172,7 @@ class Scheduler:
         chunks = [(sequence, 1) for sequence in ready if sequence.num_launched >= sequence.num_prompt]
         num_decodes, budget = len(chunks), self._limits.max_batch_tokens - len(chunks)
         for sequence in ready if num_decodes < len(ready) else ():
-            # None if it decodes, or if nothing is left for it.
+            # Not positive where it decodes, or where nothing is left of the budget.
             count = min(sequence.num_prompt - sequence.num_launched, budget)
             if count > 0:
                 chunks.append((sequence, count))
