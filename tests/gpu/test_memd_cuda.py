@@ -215,6 +215,16 @@ def test_check_says_where_the_pool_would_lie(folder: Path) -> None:
     assert f"{GIB} of " in output
 
 
+def test_memd_needs_neither_torch_nor_numba(folder: Path) -> None:
+    run = (
+        "import runpy, sys; sys.modules.update(dict.fromkeys(('torch', 'numba', 'transformers', 'triton')));"
+        "sys.argv = ['memd', *sys.argv[1:]]; runpy.run_module('memd', None, '__main__')"
+    )
+    done = python(run, "--check", "--device", "cuda", "--listen", f"unix:{folder / 'memd.sock'}")
+    assert done.returncode == 0, done.stderr
+    assert "the pool lies on cuda:0" in done.stdout
+
+
 def test_a_worker_on_the_cpu_is_refused_with_the_way_out(start: Callable[..., Memd]) -> None:
     memd = start("--pool-bytes", "64MiB")
     raw = RawWorker(memd)
