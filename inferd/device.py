@@ -2,15 +2,17 @@
 
 An engine calls `settle` first of all, before anything starts CUDA or loads a model: CUDA maps no memory between
 processes of one PID value, which is seen only by comparing (two containers are both PID 1), and whatever else is wrong
-with the device is better said before minutes of loading. What memd has at each attach is checked again by PoolSession;
-a memd that came back on another device is then refused with DEVICE_MISMATCH.
+with the device is better said before minutes of loading. What memd has at each attach is checked again by PoolSession:
+a memd that came back on another device is refused with DEVICE_MISMATCH, and one that came back with this engine's PID
+ends the engine, if it attaches `with respawning()`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from pagekernels.cuda.device import CudaUnavailableError
 from pagekernels.cuda.identity import Driver, Gpu, on_wsl2, open_driver, visible_gpus
@@ -51,6 +53,17 @@ def settle(
     if index is not None:
         _require_torch(flag)
     return index
+
+
+@contextmanager
+def respawning() -> Iterator[None]:
+    """Within it an attach that is refused because a new memd has this process's PID raises RespawnError."""
+    try:
+        yield
+    except PagepoolError as error:
+        if error.reason is Reason.DEVICE_MISMATCH and "memd_pid" in error.metadata:
+            raise RespawnError from error
+        raise
 
 
 def pool_device(memd: str) -> CudaDevice | None:

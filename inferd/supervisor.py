@@ -66,16 +66,16 @@ class Supervisor:
             served, code = await self._live()
             if self._stopping:
                 return
+            ever = ever or served
+            respawns = 0 if served else respawns
             if code == EXIT_RESPAWN and respawns < MAX_RESPAWNS:  # the next child has another PID
                 respawns += 1
                 _log.info("the engine had memd's PID, each in its own PID namespace, and is started again")
                 continue
             why = f"signal {-code}" if code < 0 else f"exit code {code}"
-            ever = ever or served
             if not ever:
                 message = f"the engine did not get to serve ({why}); its log says more"
                 raise PagepoolError(Reason.ENGINE_FAILED, message, cause=why)
-            respawns = 0
             pause = FIRST_PAUSE_S if served else min(2 * pause, LONGEST_PAUSE_S)
             _log.error("the engine died and is started again", cause=why, pause_s=pause)
             await self._sleep(pause)

@@ -21,6 +21,7 @@ from pagekernels.cuda.identity import Driver
 from pagepool.errors import Code, PagepoolError, Reason
 from pagepool.pool_values import CudaDevice
 from pagepool.status import ForeignError
+from pagepool_client.cuda_mapping import require_other_pid
 from tests.cpu.fake_cuda import FakeGpu, Machine, fake_driver
 
 MACHINE = Machine([FakeGpu(0), FakeGpu(1), FakeGpu(2)])
@@ -158,6 +159,13 @@ def test_memd_s_own_pid_is_found_before_any_gpu_is_looked_for(monkeypatch: pytes
         Memd(CudaDevice(POOL.uuid, os.getpid())).settle("auto")
 
 
+def test_a_memd_that_comes_back_with_the_engine_s_pid_ends_the_engine_too() -> None:
+    with pytest.raises(RespawnError), device.respawning():
+        require_other_pid(CudaDevice(POOL.uuid, os.getpid()))
+    with pytest.raises(PagepoolError, match="words"), device.respawning():
+        raise PagepoolError(Reason.DEVICE_MISMATCH, "words")
+
+
 def test_a_torch_without_cuda_is_named(here: pytest.MonkeyPatch) -> None:
     here.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PagepoolError, match=rf"but torch {re.escape(torch.__version__)} cannot use the GPU") as caught:
@@ -225,8 +233,10 @@ async def lives(*planned: Life) -> tuple[int, list[float], str]:
 
 
 async def test_the_front_starts_another_engine_at_once_when_one_has_memd_s_pid() -> None:
-    count, pauses, _ = await lives(Life(EXIT_RESPAWN), Life(EXIT_RESPAWN), Life(0, serves=True), Life(EXIT_RESPAWN))
-    assert count == 4
+    planned = [Life(EXIT_RESPAWN), Life(EXIT_RESPAWN), Life(0, serves=True)]
+    planned += [Life(EXIT_RESPAWN, serves=True) for _ in range(5)]
+    count, pauses, _ = await lives(*planned)
+    assert count == len(planned)
     assert pauses == [0.5]
 
 
