@@ -29,7 +29,11 @@ class Worker:
 
     def __init__(self, target: str, api: Any) -> None:
         self._api = api
-        self._session = PoolSession(Attachment(target, f"worker-{os.getpid()}", GEOMETRY))
+        self._target = target
+        self._attach()
+
+    def _attach(self) -> None:
+        self._session = PoolSession(Attachment(self._target, f"worker-{os.getpid()}", GEOMETRY))
         assert isinstance(self._session.memory, CudaMapping)
         self._memory = self._session.memory
 
@@ -70,6 +74,15 @@ class Worker:
         event = self._event(Draining)
         self._session.close()
         return {"grace": event.grace_s}
+
+    def reattach(self, times: int) -> dict[str, Any]:
+        """Detaches and attaches again and again; what this process sees free of the GPU before and after."""
+        before, _ = self._api.mem_get_info()
+        for _ in range(times):
+            self._session.close()
+            self._attach()
+        after, _ = self._api.mem_get_info()
+        return {"leases": self._session.info.lease_id, "lost_bytes": before - after}
 
     def close(self) -> dict[str, Any]:
         self._session.close()

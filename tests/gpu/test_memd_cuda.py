@@ -159,6 +159,18 @@ def test_a_killed_worker_gives_its_blocks_back_and_the_others_go_on(
     assert other.finish() == 0
 
 
+def test_a_worker_may_come_and_go_as_often_as_it_likes(
+    start: Callable[..., Memd], worker: Callable[..., Worker]
+) -> None:
+    memd = start("--pool-bytes", "64MiB")
+    restless = worker(memd.target)
+    restless.do("write", offset=12345, byte=77, size=4096)
+    assert restless.do("reattach", times=20)["leases"] > 20
+    assert restless.do("read", offset=12345, size=4096) == {"bytes": [77]}
+    assert pool_of(memd).num_leases == 1
+    assert (restless.finish(), memd.stop()) == (0, 0)
+
+
 def test_workers_detach_before_memd_frees_the_memory(
     start: Callable[..., Memd], worker: Callable[..., Worker], folder: Path
 ) -> None:
