@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,25 +11,12 @@ import torch
 
 from inferd.core.messages import Sampling
 from inferd.sampler import Row, sample
-from pagekernels.cuda.device import CudaDevice, CudaUnavailableError, open_device
+from pagekernels.cuda.device import CudaDevice
 from pagekernels.cuda.sampling import MAX_VOCAB, PADDING, GpuSampler, pack_head, pack_position
 
 MAX_ROWS = 128
 QWEN, GEMMA = 152064, 262144
 KINDS = ("plain", "tied", "flat", "two values", "peaked", "mostly -inf", "broken", "close")
-
-
-@pytest.fixture(scope="module")
-def device() -> Iterator[CudaDevice]:
-    if not torch.cuda.is_available():
-        pytest.skip("torch sees no CUDA device")
-    torch.cuda.init()
-    try:
-        opened = open_device(0)
-    except CudaUnavailableError as error:
-        pytest.skip(str(error))
-    yield opened
-    opened.close()
 
 
 def packed(rows: Sequence[Row | None]) -> torch.Tensor:
