@@ -7,7 +7,7 @@ PROTOS := $(shell find proto/pagepool -name '*.proto')
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-gpu check fmt lint types layers proto proto-check bench-cpu bench-gpu bench-engine bench-memd bench-kernels clean
+.PHONY: help setup demo test test-full kernels sanitize test-gpu check fmt lint types layers proto proto-check bench-cpu bench-gpu bench-engine bench-memd bench-kernels clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,12 @@ test: $(VENV)/.dev $(VENV)/.kernels ## Run the tests (no GPU needed; those that 
 
 test-full: $(VENV)/.full $(VENV)/.kernels ## Run all tests, also the long ones
 	@$(BIN)/python -m pytest --timeout 3600
+
+kernels: $(VENV)/.dev ## Compile the CUDA kernels of popular models ahead, for sm_80 to sm_120 (minutes, once)
+	@cd kernels && $(abspath $(BIN))/python -m pagekernels.cuda.prebuild
+
+sanitize: $(VENV)/.dev ## Run the CUDA kernels on test shapes under compute-sanitizer (needs a GPU)
+	@PYTHON=$(abspath $(BIN))/python sh kernels/bench/sanitize.sh
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU
 	@$(BIN)/python -m pytest tests/gpu

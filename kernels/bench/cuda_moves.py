@@ -1,7 +1,8 @@
 """What append, block copy, gather, staging and the generic attention cost on this GPU.
 
-`python kernels/bench/cuda_moves.py`. Device times are of kernels in a CUDA graph, so that no launch from Python is in them; copies go over more memory than
-the L2 cache holds. Bandwidth counts bytes read and written, and stands beside that of the driver's own copy.
+Run `python kernels/bench/cuda_moves.py`. Device times are of kernels in a CUDA graph, so that no launch from Python is
+in them; copies go over more memory than the L2 cache holds. Bandwidth counts bytes read and written, and stands beside
+that of the driver's own copy.
 """
 
 from __future__ import annotations
@@ -94,18 +95,12 @@ def append_and_stage(bench: Bench) -> None:
 def copy_and_gather(bench: Bench) -> None:
     """Whole blocks, and one layer's prefix, both from shuffled places."""
     order = np.random.default_rng(0).permutation(BLOCKS)
-    size = 512 * LAYOUT.block_bytes
-    halves = bench.slab[: size // 2], bench.slab[-size // 2 :]
-    own = bench.microseconds(lambda i: halves[i % 2].copy_(halves[1 - i % 2]), 4)
-    print(f"driver's copy of {size >> 20} MiB {own:8.1f} us   {2 * size / own / 1e6:5.2f} TB/s")
     for count in (1, 8, 64, 256, 512):
         parts = [order[i * count : (i + 1) * count] for i in range(4)]
         took = bench.microseconds(
             lambda i, parts=parts: bench.ops.copy_blocks(entries(parts[i % 4]), entries(parts[(i + 1) % 4])), 4
         )
-        moved = 2 * count * LAYOUT.block_bytes
-        share = own * moved / took / 2 / size
-        print(f"copy {count:4} blocks         {took:8.1f} us   {moved / took / 1e6:5.2f} TB/s   {share:.0%}")
+        report(bench, f"copy of {count} blocks", took, count * LAYOUT.block_bytes)
     for length in (1024, 8192, 32000):
         batch = DeviceBatch(bench.device, 1, 1, BLOCKS)
         batch.stage([0], [0], [entries(order).tolist()], [])
@@ -119,9 +114,21 @@ def copy_and_gather(bench: Bench) -> None:
                     i % LAYERS, batch, 0, (0, length), *targets
                 )
             )
-            moved = 4 * length * HEADS * DIM * 2
-            share = own * moved / took / 2 / size
-            print(f"gather {length:5} {name:5}-major {took:8.1f} us   {moved / took / 1e6:5.2f} TB/s   {share:.0%}")
+            report(bench, f"gather of {length}, {name}-major", took, 2 * length * HEADS * DIM * 2)
+
+
+def report(bench: Bench, what: str, took: float, size: int) -> None:
+    """A line with the time, the bandwidth, and the driver's own copy of as many bytes."""
+    half = len(bench.slab) // 2
+    count, places = size // 2, max(1, (half - size // 2) // 20)
+    own = bench.microseconds(
+        lambda i: bench.slab[half + i * places :][:count].copy_(bench.slab[i * places :][:count]),
+        20 if size < 1e8 else 4,
+    )
+    print(
+        f"{what:28} {took:8.1f} us  {2 * size / took / 1e6:5.2f} TB/s   driver's copy of as much {own:8.1f} us  "
+        f"{2 * size / own / 1e6:5.2f} TB/s   {own / took:.0%}"
+    )
 
 
 def generic_attention(bench: Bench) -> None:

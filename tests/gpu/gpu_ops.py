@@ -16,6 +16,12 @@ from pagekernels.cuda.move import move_defines
 from pagekernels.cuda.ops import CudaOps
 
 
+def upload(device, memory, array):
+    """Copy on the device's stream: a plain copy may return before the bytes are there, and no other stream waits."""
+    device.api.memcpy_htod_async(memory, array, device.stream)
+    device.synchronize()
+
+
 class Strided:
     """A numpy array on the device, with its strides and with whatever lies between its elements."""
 
@@ -25,7 +31,7 @@ class Strided:
         self.run = np.ctypeslib.as_array((ctypes.c_uint8 * (high - low)).from_address(low)) if array.size else None
         self.memory = device.api.mem_alloc(high - low + 16)
         if array.size:
-            device.api.memcpy_htod(self.memory, self.run)
+            upload(device, self.memory, self.run)
         self.shape = array.shape
 
     def data_ptr(self):
@@ -50,7 +56,7 @@ class GpuOps:
     def __init__(self, device, slab, layout, layers=None, max_queries=None):
         self.device, self.slab, self.max_queries = device, slab, max_queries
         self.memory = device.api.mem_alloc(slab.nbytes)
-        device.api.memcpy_htod(self.memory, slab)
+        upload(device, self.memory, slab)
         self.ops = CudaOps(device, int(self.memory), layout, layers)
         self.layout = layout
 
@@ -67,14 +73,15 @@ class GpuOps:
     def append(self, layer, k, v, slots):
         batch = DeviceBatch(self.device, 1, len(slots) + 3, 1)
         batch.stage([len(slots)], [0], [[0]], slots.tolist())
-        self.ops.append(layer, Strided(self.device, k), Strided(self.device, v), batch)
+        sources = Strided(self.device, k), Strided(self.device, v)
+        self.ops.append(layer, *sources, batch)
         self.fetch_slab()
 
     def attend(self, layer, q, out, batch, params):
         on_device = self.batch(batch, len(q))
-        target = Strided(self.device, out)
+        source, target = Strided(self.device, q), Strided(self.device, out)
         self.ops.plan(on_device)
-        self.ops.attend(layer, Strided(self.device, q), target, on_device, params)
+        self.ops.attend(layer, source, target, on_device, params)
         target.fetch()
 
     def copy_blocks(self, sources, targets):

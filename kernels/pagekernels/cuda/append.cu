@@ -1,4 +1,4 @@
-// Writes the K and V of a step's tokens into their slots. Twin: TwinOps.append. Host side: ops.py.
+// Writes the K and V of a step's tokens into their slots. Twin: TwinOps.append. Host side: move.py.
 //
 // A CTA takes one token, a thread one group of elements at a time. Defines: FORMAT (native), INPUT (element format of k
 // and v: FORMAT or float32), K_DIM, V_DIM, and ALIGNED (1: rows of k and v start at multiples of their groups' bytes).

@@ -62,7 +62,7 @@ def check_tensor(name: str, tensor: DeviceTensor, letters: str, shape: tuple[int
     """Raises ValueError unless the tensor has this shape, a contiguous last dimension and one of the element sizes."""
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but must be {letters} = {shape}")
-    if shape[-1] > 1 and tensor.stride()[-1] != 1:
+    if prod(shape) > 1 and shape[-1] > 1 and tensor.stride()[-1] != 1:
         raise ValueError(f"{name} has strides {tensor.stride()}, but its last dimension must be contiguous")
     if tensor.element_size() not in sizes:
         wanted = " or ".join(map(str, sizes))

@@ -318,24 +318,44 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) attend(const __grid_co
   else run<1>(p, tile, shared);
 }
 
-// Adds up the splits of one tile and KV head, in their order; the same grid without splits.
-extern "C" __global__ void __launch_bounds__(kThreads) merge(const __grid_constant__ AttendParams p) {
+constexpr int kMaxSplits = 64, kMergeThreads = 128;
+
+// Adds up the splits of one row (blockIdx.z) of a tile and KV head, in their order.
+extern "C" __global__ void __launch_bounds__(kMergeThreads) merge(const __grid_constant__ AttendParams p) {
   Tile tile;
-  if (!find_tile(p, blockIdx.x, tile) || tile.splits == 1) return;
-  const int head = blockIdx.y;
+  const int head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32;
+  if (!find_tile(p, blockIdx.x, tile) || tile.splits == 1 || row >= tile.rows) return;
   const float* const parts = p.partials + (int64_t(blockIdx.x) * p.place.kv_heads + head) * p.splits * kPartial;
-  for (int i = threadIdx.x; i < tile.rows * V_DIM; i += kThreads) {
-    const int row = i / V_DIM, d = i % V_DIM, packed = tile.first_row + row;
-    float highest = -INFINITY, sum = 0.0f, value = 0.0f;
-    for (int s = 0; s < tile.splits; ++s) highest = fmaxf(highest, parts[s * kPartial + 2 * row]);
+  __shared__ float weights[kMaxSplits];
+  float maxima[kMaxSplits / 32], sum = 0.0f, highest = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kMaxSplits / 32; ++i) {
+    const int s = lane + 32 * i;
+    maxima[i] = s < tile.splits ? parts[s * kPartial + 2 * row] : -INFINITY;
+    highest = fmaxf(highest, maxima[i]);
+  }
+#pragma unroll
+  for (int mask = 16; mask; mask /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, mask));
+#pragma unroll
+  for (int i = 0; i < kMaxSplits / 32; ++i) {
+    const int s = lane + 32 * i;
+    if (s >= tile.splits) continue;
+    const float weight = expf(maxima[i] - highest);
+    sum = fmaf(parts[s * kPartial + 2 * row + 1], weight, sum);
+    if (threadIdx.x < 32) weights[s] = weight;
+  }
+#pragma unroll
+  for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+  __syncthreads();
+  float raised = highest;
+  const float total = add_sink(p, head, tile.first_row + row, raised, sum);
+  const float factor = expf(highest - raised) / total;
+  for (int d = threadIdx.x; d < V_DIM; d += kMergeThreads) {
+    float value = 0.0f;
+#pragma unroll 8
     for (int s = 0; s < tile.splits; ++s) {
-      const float* const part = parts + s * kPartial;
-      const float weight = expf(part[2 * row] - highest);
-      sum = fmaf(part[2 * row + 1], weight, sum);
-      value = fmaf(part[2 * ROWS + row * V_DIM + d], weight, value);
+      value = fmaf(parts[s * kPartial + 2 * ROWS + row * V_DIM + d], weights[s], value);
     }
-    float raised = highest;
-    const float total = add_sink(p, head, packed, raised, sum);
-    from_float(value * (expf(highest - raised) / total), out_row(p, tile, head, packed)[d]);
+    from_float(value * factor, out_row(p, tile, head, tile.first_row + row)[d]);
   }
 }

@@ -20,10 +20,12 @@ MANY_ROWS, FEW_ROWS = 64, 16
 """Packed query rows of a thread block: many for prefill, few where a sequence has no more or memory is short."""
 
 MAX_SPLITS = 64
+"""attend.cu, kMaxSplits."""
+
 MIN_SPLIT = 256
 """Tokens that are worth a split; attend.cu, kMinTiles."""
 
-_THREADS = 256
+_THREADS, _MERGE_THREADS = 256, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,8 @@ class GenericAttention:
         kernel = self._device.kernel("attend.cu", "attend", macros, kind.shared_bytes)
         kernel.launch((tiles, shape.num_kv_heads, splits), threads, args)
         if splits > 1:
-            self._device.kernel("attend.cu", "merge", macros).launch((tiles, shape.num_kv_heads), threads, args)
+            merge = self._device.kernel("attend.cu", "merge", macros)
+            merge.launch((tiles, shape.num_kv_heads, kind.rows), (_MERGE_THREADS, 1, 1), args)
 
     def close(self) -> None:
         """Give the work space back; nothing launched may still be running."""

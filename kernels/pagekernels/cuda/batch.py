@@ -6,6 +6,7 @@ one step to the next, so only the rows that changed are written and copied.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -177,7 +178,7 @@ class _Staging:
             return
         known = converted.get(id(table))
         if known is None or known[0] is not table:
-            known = converted[id(table)] = (table, np.array(table, np.uint32))
+            known = converted[id(table)] = (table, np.frombuffer(array("I", table), np.uint32))
         self.tables[s, : len(table)] = known[1]
         self.rows[s] = table
 

@@ -1,12 +1,13 @@
-// Reads a prefix of a sequence into contiguous rows, for prefill. Twin: TwinOps.gather. Host side: ops.py.
+// Reads a prefix of a sequence into contiguous rows, for prefill. Twin: TwinOps.gather. Host side: move.py.
 //
-// A CTA takes TOKENS tokens of one KV head. Defines: FORMAT (native, read without conversion), OUTPUT (element format of
-// k and v: FORMAT or float32), K_DIM, V_DIM, and ALIGNED (1: rows of k and v start at multiples of their groups' bytes).
+// A warp takes the K or the V rows of up to 16 tokens of one block and head: one contiguous run of the block, and the
+// warps of a CTA take runs that follow each other. Defines: FORMAT (native), OUTPUT (element format of k and v: FORMAT
+// or float32), K_DIM, V_DIM, and ALIGNED (1: rows of k and v start at multiples of their groups' bytes).
 #include "common.cuh"
 
 using Output = Element<OUTPUT>::type;
 
-constexpr int kThreads = 256, kTokens = 32;
+constexpr int kWarps = 8, kThreads = kWarps * 32, kRunTokens = 16;
 
 struct GatherParams {
   Output *k, *v;          // element [head][token][d], strides below
@@ -27,39 +28,51 @@ __device__ __forceinline__ void store_output(Output* to, const Group<Output, N>&
   }
 }
 
-template <int N>
-__device__ __forceinline__ Group<Output, N> load_output(int format, const uint8_t* rows, int row, int first, int dim,
-                                                        float scale) {
-  if (format == OUTPUT) return load_stored<Output, N>(rows, row, first, dim);
-  return narrowed<Output, N>(load_wide<N>(format, rows, row, first, dim, scale));
-}
-
-// K or V of this CTA's tokens. Loads go ahead of stores, kAhead at a time, so that enough bytes are on their way.
-template <int dim, bool is_k>
-__device__ __forceinline__ void gather_rows(const GatherParams& p, int begin, int head, Output* to, int64_t stride) {
-  constexpr int N = group_size(dim), per_row = dim / N, kAhead = 4;
-  const int tokens = min(kTokens, p.length - begin), shift = p.place.block_shift;
-  Group<Output, N> held[kAhead];
-  for (int base = threadIdx.x; base < tokens * per_row; base += kThreads * kAhead) {
+// Tokens [begin, end) of the block, whose first token goes to `to`; `raw`: they are of the output's format. Loads go
+// ahead of stores, so that enough bytes are on their way.
+template <int dim, bool raw>
+__device__ __forceinline__ void gather_run(int format, const uint8_t* rows, float scale, int begin, int end, Output* to,
+                                           int64_t stride) {
+  constexpr int N = group_size(dim), per_row = dim / N, kBytes = N * sizeof(Output);
+  constexpr int kAhead = !raw ? 2 : kBytes < 16 ? 4 : 128 / kBytes;
+  const int count = (end - begin) * per_row;
+  for (int base = threadIdx.x % 32; base < count; base += 32 * kAhead) {
+    Group<Output, N> held[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int at = base + i * kThreads, token = p.first + begin + at / per_row;
-      if (at >= tokens * per_row) break;
-      const BlockRows rows = block_rows<K_DIM, V_DIM>(p.slabs, p.place, p.table[token >> shift], head);
-      held[i] = load_output<N>(rows.format, is_k ? rows.k : rows.v, token & ((1 << shift) - 1), at % per_row * N, dim,
-                               is_k ? rows.k_scale : rows.v_scale);
+      const int at = base + i * 32, row = begin + at / per_row, first = at % per_row * N;
+      if (at >= count) continue;
+      if (raw) held[i] = load_stored<Output, N>(rows, row, first, dim);
+      else held[i] = narrowed<Output, N>(load_wide<N>(format, rows, row, first, dim, scale));
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int at = base + i * kThreads;
-      if (at >= tokens * per_row) break;
-      store_output<N>(to + at / per_row * stride + at % per_row * N, held[i]);
+      const int at = base + i * 32;
+      if (at < count) store_output<N>(to + at / per_row * stride + at % per_row * N, held[i]);
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) gather(const GatherParams p) {
-  const int begin = blockIdx.x * kTokens, head = blockIdx.y;
-  gather_rows<K_DIM, true>(p, begin, head, p.k + head * p.k_head + begin * p.k_token, p.k_token);
-  gather_rows<V_DIM, false>(p, begin, head, p.v + head * p.v_head + begin * p.v_token, p.v_token);
+template <int dim>
+__device__ __forceinline__ void gather_rows(int format, const uint8_t* rows, float scale, int begin, int end, Output* to,
+                                            int64_t stride) {
+  if (format == OUTPUT) gather_run<dim, true>(format, rows, scale, begin, end, to, stride);
+  else gather_run<dim, false>(format, rows, scale, begin, end, to, stride);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 3) gather(const __grid_constant__ GatherParams p) {
+  const int shift = min(p.place.block_shift, 4), tokens = 1 << shift;  // of a run
+  const int item = blockIdx.x * kWarps + threadIdx.x / 32;
+  const int head = item / 2 % p.place.kv_heads, run = item / 2 / p.place.kv_heads + (p.first >> shift);
+  const int begin = max(run << shift, p.first), end = min((run << shift) + tokens, p.first + p.length);
+  if (begin >= end) return;
+  const uint32_t entry = p.table[begin >> p.place.block_shift];
+  const BlockRows rows = block_rows<K_DIM, V_DIM>(p.slabs, p.place, entry, head);
+  const int row = begin & ((1 << p.place.block_shift) - 1), last = row + end - begin;
+  const int64_t token = begin - p.first;
+  if (item % 2 == 0) {
+    gather_rows<K_DIM>(rows.format, rows.k, rows.k_scale, row, last, p.k + head * p.k_head + token * p.k_token, p.k_token);
+  } else {
+    gather_rows<V_DIM>(rows.format, rows.v, rows.v_scale, row, last, p.v + head * p.v_head + token * p.v_token, p.v_token);
+  }
 }

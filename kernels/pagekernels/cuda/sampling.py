@@ -23,7 +23,7 @@ _HEAD = struct.Struct("<ffiidQQ")  # temperature, floor, top_k, unused, top_p, s
 _POSITION = struct.Struct("<Q")
 _ARGUMENTS = struct.Struct("PqiiPPPPPPP")
 _RESOLVE = struct.Struct("PiP")
-_LOGITS = {"float32": 0, "float16": 1, "bfloat16": 2}
+LOGITS = {"float32": 0, "float16": 1, "bfloat16": 2}
 _SCRATCH = (8 * MAX_SPLITS, 16 * MAX_SPLITS, 8, 4, 4)  # bytes a row, in the order of struct Work
 _MIN_TEMPERATURE = 1e-30
 
@@ -124,7 +124,7 @@ class GpuSampler:
             raise ValueError(f"the vocabulary is {vocab} tokens, but the sampling kernels take at most {MAX_VOCAB}")
         from pycuda import driver
 
-        defines = {"LOGITS": _LOGITS[dtype]}
+        defines = {"LOGITS": LOGITS[dtype]}
         self._item = 4 if dtype == "float32" else 2
         self._max_rows, self._vocab, self._num_sms = max_rows, vocab, device.num_sms
         self._top = device.kernel("sample.cu", "sample_top", defines)
