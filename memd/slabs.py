@@ -22,6 +22,9 @@ from pagepool.memd.v1 import types_pb2, worker_service_pb2
 FORMER_WORKERS_S, FORMER_POLL_S, SWEEP_S = 10.0, 0.2, 10.0
 """How long to wait for memory whose holder is not known, and how often to look."""
 
+UNLOCK_S = 1.0
+"""What a worker may take from its Detach to its unlocked lease file."""
+
 _TOLD_EVERY_S = 10.0
 
 _log = structlog.get_logger("memd.slabs")
@@ -112,8 +115,16 @@ class PoolMemory:
         if self._slab is None:
             return
         self._slab.close()
-        if isinstance(self._slab, CudaSlab) and not self._leases.locked():
+        if isinstance(self._slab, CudaSlab) and self._workers_let_go():
             self._note.remove()
+
+    def _workers_let_go(self) -> bool:
+        """Whether nobody maps the pool any more: a worker unlocks its lease file a moment after it has detached."""
+        deadline, holders = time.monotonic() + UNLOCK_S, self._leases.locked()
+        while holders and time.monotonic() < deadline:
+            time.sleep(FORMER_POLL_S / 10)
+            holders &= self._leases.locked()
+        return not holders
 
     async def _cuda_slab(self, opened: OpenGpu, stop: asyncio.Event) -> CudaSlab | None:
         """Waits until the former pool's memory is back: as long as workers of it live, and a while longer."""

@@ -322,6 +322,15 @@ class TestFormerPool:
         pool.close()
         assert note.read() is None
 
+    async def test_a_worker_that_has_just_detached_may_unlock_a_moment_later(
+        self, machine: Machine, locks: LeaseLocks, lease: Callable[[], None]
+    ) -> None:
+        pool = memory(machine, locks, pool_bytes=GIB)
+        await opened(pool)
+        asyncio.get_running_loop().call_later(0.2, lease)
+        await asyncio.to_thread(pool.close)
+        assert PoolNote(locks.directory.parent / "gpu-pool.json").read() is None
+
     @pytest.mark.parametrize("text", ["", "{", "[]", '{"uuid": "GPU-1"}', '{"uuid": "GPU-1", "size_bytes": "many"}'])
     def test_a_note_that_was_cut_short_says_nothing(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "note.json").write_text(text)
