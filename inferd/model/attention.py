@@ -56,14 +56,16 @@ def attending(attend: Attend) -> Iterator[None]:
 class AttentionLayer:
     """How one attention layer of a model uses the pool.
 
-    store    index into the layout's layers: where its K and V are
-    appends  False if an earlier layer of the same step wrote them (layers that share KV)
-    params   what its attention needs beside q, k and v
+    store        index into the layout's layers: where its K and V are
+    appends      False if an earlier layer of the same step wrote them (layers that share KV)
+    params       what its attention needs beside q, k and v
+    num_q_heads  query heads
     """
 
     store: int
     appends: bool
     params: AttentionParams
+    num_q_heads: int
 
 
 def to_array(tensor: torch.Tensor) -> Array:
@@ -76,7 +78,8 @@ def to_array(tensor: torch.Tensor) -> Array:
 class PagedAttention:
     """Appends each layer's K and V to the pool and attends over the block tables of the current step.
 
-    `layers` maps a module's `layer_idx` to its use of the pool. Not thread-safe: one step at a time.
+    `layers` maps a module's `layer_idx` to its use of the pool, which lies in this process's memory; a model on a GPU
+    is copied there and back. Not thread-safe: one step at a time.
     """
 
     def __init__(self, ops: PagedOps, layers: Mapping[int, AttentionLayer]) -> None:
@@ -107,9 +110,9 @@ class PagedAttention:
         out = torch.empty((q.shape[0], q.shape[1], value.shape[3]), dtype=q.dtype)
         assert self._batch is not None
         self._ops.attend(layer.store, to_array(q), to_array(out), self._batch, layer.params)
-        return out.unsqueeze(0)
+        return out.to(query.device).unsqueeze(0)
 
 
 def _token_major(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[1, H, T, D] -> [T, H, D] in `dtype`; free where the model computed it that way, as nearly all do."""
-    return tensor[0].transpose(0, 1).to(dtype).contiguous()
+    """[1, H, T, D] -> [T, H, D] in `dtype`, on the host; free where the model computed it that way, as nearly all do."""
+    return tensor[0].transpose(0, 1).to("cpu", dtype).contiguous()

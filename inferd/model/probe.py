@@ -71,7 +71,8 @@ class Recorder:
         if store is None:
             self._keys.append(key)
             self._shapes.append(LayerShape(key.shape[1], key.shape[3], value.shape[3], params.window))
-        self._layers[index] = AttentionLayer(len(self._keys) - 1 if store is None else store, store is None, params)
+        place = len(self._keys) - 1 if store is None else store
+        self._layers[index] = AttentionLayer(place, store is None, params, query.shape[1])
         return query.new_zeros((1, query.shape[2], query.shape[1], value.shape[3]))
 
     def geometry(self) -> ModelGeometry:
@@ -101,7 +102,7 @@ def _params(
         window=int(kwargs.get("sliding_window") or 0),
         chunk=int(config.attention_chunk_size) if chunked else 0,
         softcap=float(kwargs.get("softcap") or 0.0),
-        sinks=None if sinks is None else sinks.detach().float().numpy().copy(),
+        sinks=None if sinks is None else sinks.detach().float().cpu().numpy().copy(),
     )
 
 
@@ -110,14 +111,15 @@ def record(name: str, model: PreTrainedModel) -> ModelGeometry:
     """Run two tokens through the model and return its geometry; raises PagepoolError if it cannot be served."""
     config = model.config.get_text_config(decoder=True)
     recorder = Recorder(name, config)
+    tokens, last = torch.tensor([[0, 1]], device=model.device), torch.tensor([1], device=model.device)
     with attending(recorder):
-        forward(model, torch.tensor([[0, 1]]), torch.tensor([[0, 1]]), torch.tensor([1]))
+        forward(model, tokens, tokens, last)
     return recorder.geometry()
 
 
 def forward(
     model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Logits [N, V] of the wanted rows of packed tokens [1, T]; no cache of transformers' is involved."""
+    """Logits [N, V] of the wanted rows of packed tokens [1, T], all on the model's device; without transformers' cache."""
     output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
     return cast("torch.Tensor", output.logits[0])

@@ -1,0 +1,153 @@
+"""The attention function of models on a GPU: one custom operator, opaque to torch.compile and captured into graphs.
+
+What an attention call of a step does stands in a context variable while the model runs, for the operator takes tensors
+and numbers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from transformers import AttentionInterface
+
+from inferd.model.attention import AttentionLayer
+from pagekernels.cuda.batch import DeviceBatch
+from pagekernels.cuda.ops import CudaOps
+
+CUDA_ATTENTION_NAME = "pagepool_cuda"
+"""The name to give to `set_attn_implementation`. No mask function has it, so masks arrive as None."""
+
+SDPA_DTYPES = (torch.bfloat16, torch.float16)
+MAX_SDPA_HEAD_DIM = 256
+
+
+class StepAttention(Protocol):
+    """The attention of one step, layer by layer."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        """Write k [T, H, D] and v [T, H, Dv] into the pool and attend with q [T, Hq, D] into out [T, Hq, Dv]."""
+
+
+_step: ContextVar[StepAttention] = ContextVar("pagepool_cuda_step")
+
+
+@contextmanager
+def stepping(attention: StepAttention) -> Iterator[None]:
+    """Send the attention calls of models that run inside to `attention`."""
+    token = _step.set(attention)
+    try:
+        yield
+    finally:
+        _step.reset(token)
+
+
+# What it writes is the pool, which is no tensor of the graph: the layers' order follows from their outputs.
+@torch.library.custom_op("pagepool::attend", mutates_args=())
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+    out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    _step.get().attend(layer, q, k, v, out[0])
+    return out
+
+
+@_attend.register_fake
+def _attend_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:  # noqa: ARG001
+    return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+
+
+def _attention_function(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: torch.Tensor | None,
+    **_kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    dtype = value.dtype
+    layer = cast("int", module.layer_idx)
+    out: torch.Tensor = torch.ops.pagepool.attend(query.to(dtype), key.to(dtype), value, layer)
+    return out, None
+
+
+AttentionInterface.register(CUDA_ATTENTION_NAME, _attention_function)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortSteps:
+    """Attention of steps in which no sequence has more query tokens than the decode kernels take."""
+
+    ops: CudaOps
+    layers: Mapping[int, AttentionLayer]
+    batch: DeviceBatch
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        """See StepAttention."""
+        use = self.layers[layer]
+        if use.appends:
+            self.ops.append(use.store, k, v, self.batch)
+        self.ops.attend(use.store, q, out, self.batch, use.params)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A long chunk of prefill: rows [first, last) of a step, of its sequence `index`, which then has kv_len tokens."""
+
+    index: int
+    first: int
+    last: int
+    kv_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class LongSteps:
+    """Attention of a step with long chunks of prefill, which come last; the short sequences before them are `short`.
+
+    A chunk attends by PyTorch's flash attention: to itself if it is the first, else to the whole prefix, gathered from
+    the pool into contiguous memory. (cuDNN makes a plan for each new length.) What dense attention cannot
+    do (windows, soft-caps, sinks, float32 as exactly as the decode kernels) takes the paged kernel for the whole step.
+    """
+
+    ops: CudaOps
+    layers: Mapping[int, AttentionLayer]
+    batch: DeviceBatch
+    short: DeviceBatch | None
+    chunks: Sequence[Chunk]
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        """See StepAttention."""
+        use = self.layers[layer]
+        if use.appends:
+            self.ops.append(use.store, k, v, self.batch)
+        if not dense(use, q, v):
+            self.ops.attend(use.store, q, out, self.batch, use.params)
+            return
+        if self.short is not None:
+            rows = self.chunks[0].first
+            self.ops.attend(use.store, q[:rows], out[:rows], self.short, use.params)
+        for chunk in self.chunks:
+            self._chunk(use, chunk, (q, k, v, out))
+
+    def _chunk(self, use: AttentionLayer, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> None:
+        rows = slice(chunk.first, chunk.last)
+        q, k, v = (tensor[rows].transpose(0, 1)[None] for tensor in tensors[:3])
+        if chunk.kv_len > chunk.last - chunk.first or not use.appends:
+            k = k.new_empty((1, k.shape[1], chunk.kv_len, k.shape[3]))
+            v = v.new_empty((1, v.shape[1], chunk.kv_len, v.shape[3]))
+            self.ops.gather(use.store, self.batch, chunk.index, (0, chunk.kv_len), k[0], v[0])
+        # Here the causal mask is aligned with the last key, as a chunk after a prefix needs it.
+        flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
+        result = flash(q, k, v, is_causal=True, scale=use.params.scale)[0]
+        tensors[3][rows].copy_(result[0].transpose(0, 1))
+
+
+def dense(use: AttentionLayer, q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether PyTorch's dense attention computes this layer."""
+    params = use.params
+    plain = not params.window and not params.chunk and not params.softcap and params.sinks is None
+    dims = q.shape[2] == v.shape[2] and q.shape[2] <= MAX_SDPA_HEAD_DIM and q.shape[2] % 8 == 0
+    return plain and dims and q.dtype in SDPA_DTYPES

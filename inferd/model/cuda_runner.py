@@ -1,0 +1,288 @@
+"""Runs a model on a GPU over the blocks of one pool, with two steps in flight.
+
+Small steps (decodes, suffixes after a prefix hit, a few of both) are padded up to one that was captured as a CUDA
+graph: ids resolved, attention planned, forward, sampling. Larger ones, chunks of prefill, are launched one kernel after
+the other. Either way the host only stages inputs, launches, and later waits for an event behind the copy of the tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from inferd.core.ports import StepInput
+from inferd.model.cuda_attention import CUDA_ATTENTION_NAME, LongSteps, ShortSteps, StepAttention, stepping
+from inferd.model.cuda_graphs import DECODE_SIZES, MIN_ROWS, MIXED_SIZES, CompiledForward, Graphs, ladder
+from inferd.model.cuda_steps import Room, StepBuffers, chunks_of, short_first, shorts_of
+from inferd.model.load import ServedModel
+from inferd.sampler import Row
+from inferd.surroundings import DeviceLostError
+from pagekernels.cuda.decode import DecodeLayer
+from pagekernels.cuda.decode_shape import MAX_QUERY_TOKENS
+from pagekernels.cuda.device import CudaDevice
+from pagekernels.cuda.ops import CudaOps
+from pagekernels.cuda.sampling import GpuSampler
+from pagekernels.layout import PagedLayout
+
+DEPTH = 2
+MAX_CAPTURED_TOKENS = 256
+"""Mixed steps of more tokens are bound by arithmetic, not by launches."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerLimits:
+    """The largest step, the longest sequence in tokens, the pool's blocks, and what to leave out for debugging."""
+
+    max_batch_tokens: int
+    max_num_seqs: int
+    max_context: int
+    num_blocks: int
+    compile: bool = True
+    graphs: bool = True
+
+    def blocks(self, block_size: int) -> int:
+        """Blocks of the longest table."""
+        return max(1, min(-(-self.max_context // block_size), self.num_blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePool:
+    """The pool's memory as this process has it mapped."""
+
+    address: int
+    layout: PagedLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on the GPU; `ended` is recorded behind the copy of its tokens into `host`."""
+
+    host: Any
+    count: int
+    began: Any
+    ended: Any
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds that the step took on the GPU, sampling included, which is part of the same graph."""
+        return float(self.ended.time_since(self.began)) / 1e3
+
+    def tokens(self) -> list[int]:
+        """See inferd.surroundings.Pending."""
+        with device_errors():
+            self.ended.synchronize()
+        tokens: list[int] = self.host[: self.count].tolist()
+        return tokens
+
+
+class device_errors:  # noqa: N801 (a context manager reads like a function)
+    """After an error of the driver the context is of no more use."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
+        if error is None or isinstance(error, torch.cuda.OutOfMemoryError):
+            return
+        name = type(error).__name__
+        if isinstance(error, torch.AcceleratorError) or type(error).__module__.startswith("pycuda"):
+            raise DeviceLostError(f"{name}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A captured step of one size."""
+
+    buffers: StepBuffers
+    graph: torch.cuda.CUDAGraph
+
+    def holds(self, need: Room) -> bool:
+        """Whether a step of this size can be padded up to this one."""
+        room = self.buffers.room
+        enough = need.sequences <= room.sequences and need.tokens <= room.tokens and need.rows <= room.rows
+        return enough and need.blocks <= room.blocks and need.max_queries <= room.max_queries
+
+
+class CudaRunner:
+    """A served model on `device`, bound to a pool. For the device's thread.
+
+    The model must lie on the device. `forward` is its compiled forward (`compiled`), made once: a later runner of the
+    same model, after memd came back, only captures again.
+    """
+
+    depth = DEPTH
+
+    def __init__(
+        self,
+        served: ServedModel,
+        forward: CompiledForward,
+        device: CudaDevice,
+        pool: DevicePool,
+        limits: RunnerLimits,
+    ) -> None:
+        self._forward, self._device, self._limits = forward, device, limits
+        self._uses = served.geometry.layers
+        self._stream = torch.cuda.ExternalStream(device.stream_handle, device=device.index)  # type: ignore[no-untyped-call]
+        self._ops = CudaOps(device, pool.address, pool.layout, decode_layers(served))
+        self._blocks = limits.blocks(pool.layout.block_size)
+        rows = max(MIN_ROWS, limits.max_num_seqs)
+        with torch.cuda.stream(self._stream):
+            self._tokens = torch.zeros(rows, dtype=torch.int32, device=served.model.device)
+        self._ring = _TokenRing(device, rows)
+        self._sampler: GpuSampler | None = None
+        self._graphs = Graphs(self._stream)
+        self._rungs: list[Rung] = []
+        most = limits.max_batch_tokens
+        self._long = self._buffers(limits.max_num_seqs, max(most, MIN_ROWS), most)
+        self._short = self._buffers(limits.max_num_seqs, max(most, MIN_ROWS), MAX_QUERY_TOKENS)
+
+    def launch(self, step: StepInput, rows: Sequence[Row]) -> Launched:
+        """See inferd.surroundings.Model."""
+        with device_errors(), torch.inference_mode(), torch.cuda.stream(self._stream):
+            slot = self._ring.begin()
+            need = room_for(step)
+            if rung := next((rung for rung in self._rungs if rung.holds(need)), None):
+                rung.buffers.stage(step, rows)
+                rung.graph.replay()
+            else:
+                self._launch_uncaptured(step, rows)
+            return slot.end(self._tokens.data_ptr(), len(rows))
+
+    def capture(self, tell: Callable[[str], None]) -> None:
+        """Compile the forward and capture the steps of all sizes; from then on neither happens any more."""
+        began = time.perf_counter()
+        tell("compiling the model for the GPU (the first time this takes a minute)")
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._run(self._short, ShortSteps(self._ops, self._uses, self._short.batch), MIN_ROWS)
+            self._stream.synchronize()
+            tell(f"ready to capture after {time.perf_counter() - began:.1f} s")
+            if self._limits.graphs:
+                for room in self._rooms():
+                    self._capture(room)
+            self._stream.synchronize()
+        tell(f"captured {len(self._rungs)} sizes; {time.perf_counter() - began:.1f} s in all")
+
+    def close(self) -> None:
+        """Drop everything that knows the pool's address. Waits for the GPU first. Again does nothing."""
+        self._device.synchronize()
+        self._rungs.clear()
+        self._graphs.drop()
+        self._ops.close()
+        if self._sampler is not None:
+            self._sampler.close()
+            self._sampler = None
+
+    def _rooms(self) -> list[Room]:
+        """The sizes to capture, in the order in which a step is tried on them."""
+        limits = self._limits
+        decodes = [Room(size, size, size, self._blocks, 1) for size in ladder(DECODE_SIZES, limits.max_num_seqs)]
+        most = min(MAX_CAPTURED_TOKENS, limits.max_batch_tokens)
+        mixed = [
+            Room(min(size, limits.max_num_seqs), size, max(MIN_ROWS, min(size, limits.max_num_seqs)), self._blocks, 64)
+            for size in ladder(MIXED_SIZES, most)
+        ]
+        return decodes + mixed
+
+    def _capture(self, room: Room) -> None:
+        buffers = StepBuffers(self._device, room)
+        attention = ShortSteps(self._ops, self._uses, buffers.batch)
+        buffers.stage(NOTHING, [])
+        graph = self._graphs.capture(lambda: self._run(buffers, attention, room.tokens))
+        self._rungs.append(Rung(buffers, graph))
+
+    def _launch_uncaptured(self, step: StepInput, rows: Sequence[Row]) -> None:
+        used = max(MIN_ROWS, len(step.token_ids))
+        if max(step.q_lens) <= MAX_QUERY_TOKENS:
+            self._short.stage(step, rows)
+            self._run(self._short, ShortSteps(self._ops, self._uses, self._short.batch), used)
+            return
+        step = short_first(step, MAX_QUERY_TOKENS)
+        chunks = chunks_of(step, MAX_QUERY_TOKENS)
+        short = None
+        if shorts := chunks[0].index:
+            self._short.stage(shorts_of(step, shorts), [])
+            self._ops.plan(self._short.batch)
+            short = self._short.batch
+        self._long.stage(step, rows)
+        self._run(self._long, LongSteps(self._ops, self._uses, self._long.batch, short, chunks), used)
+
+    def _run(self, buffers: StepBuffers, attention: StepAttention, tokens: int) -> None:
+        """What a captured step consists of."""
+        sampler, address = self._sampler, self._tokens.data_ptr()
+        ids, positions = buffers.ids[:, :tokens], buffers.positions[:, :tokens]
+        if sampler is not None:
+            sampler.resolve_ids(ids.data_ptr(), 8, tokens, address)
+        self._ops.plan(buffers.batch)
+        with stepping(attention):
+            logits = self._forward(ids, positions, buffers.logit_rows)
+        if sampler is None:
+            dtype = str(logits.dtype).removeprefix("torch.")
+            sampler = self._sampler = GpuSampler(self._device, self._tokens.numel(), logits.shape[-1], dtype)
+        sampler.sample(logits, buffers.records, address)
+
+    def _buffers(self, sequences: int, tokens: int, max_queries: int) -> StepBuffers:
+        rows = max(MIN_ROWS, sequences)
+        buffers = StepBuffers(self._device, Room(sequences, tokens, rows, self._blocks, max_queries))
+        buffers.stage(NOTHING, [])
+        return buffers
+
+
+NOTHING = StepInput([], [], [], [], [], [], [])
+
+
+class _TokenRing:
+    """Pinned memory for the tokens of the steps in flight, and their events. One more than may be in flight."""
+
+    def __init__(self, device: CudaDevice, rows: int) -> None:
+        flags = device.api.event_flags.BLOCKING_SYNC
+        self._slots = [
+            _Slot(device, device.api.pagelocked_empty(rows, np.int32), device.api.Event(flags), device.api.Event(flags))
+            for _ in range(DEPTH + 1)
+        ]
+        self._turn = 0
+
+    def begin(self) -> _Slot:
+        """The next slot, its first event recorded."""
+        self._turn = (self._turn + 1) % len(self._slots)
+        slot = self._slots[self._turn]
+        slot.began.record(slot.device.stream)
+        return slot
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    device: CudaDevice
+    host: Any
+    began: Any
+    ended: Any
+
+    def end(self, tokens: int, count: int) -> Launched:
+        if count:
+            self.device.api.memcpy_dtoh_async(self.host[:count], tokens, self.device.stream)
+        self.ended.record(self.device.stream)
+        return Launched(self.host, count, self.began, self.ended)
+
+
+def decode_layers(served: ServedModel) -> dict[int, DecodeLayer]:
+    """How the model attends to each of the pool's layers; of layers that share KV, the first."""
+    found: dict[int, DecodeLayer] = {}
+    for use in served.geometry.layers.values():
+        found.setdefault(use.store, DecodeLayer(use.num_q_heads, use.params))
+    return found
+
+
+def compiled(served: ServedModel, *, compile_: bool) -> CompiledForward:
+    """The model's forward on the GPU. From now on its attention is a CudaRunner's."""
+    served.model.set_attn_implementation(CUDA_ATTENTION_NAME)
+    return CompiledForward(served.model, compile_=compile_)
+
+
+def room_for(step: StepInput) -> Room:
+    """The sizes that a step needs."""
+    blocks = max(map(len, step.tables))
+    return Room(len(step.q_lens), len(step.token_ids), len(step.logit_rows), blocks, max(step.q_lens))
