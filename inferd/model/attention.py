@@ -114,5 +114,5 @@ class PagedAttention:
 
 
 def _token_major(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[1, H, T, D] -> [T, H, D] in `dtype`, on the host; free where the model computed it that way, as nearly all do."""
+    """[1, H, T, D] -> [T, H, D] in `dtype`, on the host; free where the model computed it that way, as most do."""
     return tensor[0].transpose(0, 1).to("cpu", dtype).contiguous()

@@ -9,19 +9,22 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.utils import is_accelerate_available
 
 from inferd.model import linear, merge, proof
 from inferd.model.attention import ATTENTION_NAME
 from inferd.model.capability import check_config, context_limit
 from inferd.model.probe import ModelGeometry, record
 from inferd.model.refusal import refuse
-from pagekernels.layout import Format, PagedLayout
-from pagepool.errors import invalid_field
+from pagekernels.layout import LAYOUT_LINEAR, LAYOUT_SWIZZLED, Format, PagedLayout
+from pagepool.errors import PagepoolError, invalid_field
 
 FORMATS = {torch.float32: Format.F32, torch.float16: Format.F16, torch.bfloat16: Format.BF16}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 AUTO_DTYPE = "auto"
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +51,34 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
 
     def layout(self, block_size: int) -> PagedLayout:
-        """The layout of this model's blocks; raises ValueError if the block size cannot be."""
-        return PagedLayout(block_size, self.geometry.shapes, self.format)
+        """The layout of this model's blocks on its device; raises ValueError if the block size cannot be."""
+        version = LAYOUT_LINEAR if self.model.device.type == "cpu" else LAYOUT_SWIZZLED
+        return PagedLayout(block_size, self.geometry.shapes, self.format, version)
 
 
 def load_model(
-    folder: Path, *, name: str = "", dtype: str = AUTO_DTYPE, merged: bool = True, tell: Callable[[str], None] = print
+    folder: Path,
+    *,
+    name: str = "",
+    dtype: str = AUTO_DTYPE,
+    device: torch.device = CPU,
+    merged: bool = True,
+    tell: Callable[[str], None] = print,
 ) -> ServedModel:
-    """Load the model in a folder that `source.resolve` has given, and prove that it can be served.
+    """Load the model in a folder that `source.resolve` has given onto a device, and prove that it can be served.
 
     dtype "auto" is the checkpoint's, save that a CPU without 16-bit arithmetic gets float32. `merged` runs projections
-    that share an input as one. Raises PagepoolError if the model is refused.
+    that share an input as one. Raises PagepoolError if the model is refused, or too large for the device.
     """
     name = name or str(folder)
     config = _config(name, folder)
     check_config(name, config)
-    chosen = choose_dtype(dtype, getattr(config, "dtype", None))
+    chosen = choose_dtype(dtype, getattr(config, "dtype", None), device.type)
     tell(f"loading {name} as {str(chosen).removeprefix('torch.')}")
-    served = prepare(name, _weights(name, folder, config, chosen), merged=merged)
+    try:
+        served = prepare(name, _weights(name, folder, config, chosen, device), merged=merged)
+    except torch.OutOfMemoryError as error:
+        raise _too_large(name, chosen, device) from error
     if served.limit_reason:
         tell(f"sequences of {name} are limited to {served.max_context} tokens: {served.limit_reason}")
     return served
@@ -81,13 +94,30 @@ def _config(name: str, folder: Path) -> PretrainedConfig:
     return config
 
 
-def _weights(name: str, folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def auto_dtype(name: str, folder: Path, kind: str) -> str:
+    """What the dtype "auto" is for the model in a folder on a kind of device ("cpu", "cuda"), as --dtype says it.
+
+    Raises PagepoolError if transformers cannot read its config.
+    """
+    chosen = choose_dtype(AUTO_DTYPE, getattr(_config(name, folder), "dtype", None), kind)
+    return str(chosen).removeprefix("torch.")
+
+
+def _weights(
+    name: str, folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
     """Read the weights; a weight that the files lack would be a random one, so it is refused."""
     way_out = "fetch or convert the model again"
+    # Each weight goes to the device as it is read, so that the host never holds them all; transformers does that by way
+    # of accelerate.
+    direct = {"device_map": {"": device}} if device.type != "cpu" and is_accelerate_available() else {}
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True, **direct
         )
+        model.to(device)
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise refuse(name, f"transformers cannot load its weights: {reason}", way_out) from error
@@ -98,8 +128,19 @@ def _weights(name: str, folder: Path, config: PretrainedConfig, dtype: torch.dty
     return served
 
 
+def _too_large(name: str, dtype: torch.dtype, device: torch.device) -> PagepoolError:
+    free, total = torch.cuda.mem_get_info(device)
+    why = (
+        f"its weights as {str(dtype).removeprefix('torch.')} do not fit into the GPU's free memory "
+        f"({free + torch.cuda.memory_reserved(device)} of {total} bytes, when it began)"
+    )
+    return refuse(
+        name, why, "start memd with a larger --reserve-bytes, stop what else uses the GPU, or serve a smaller model"
+    )
+
+
 def prepare(name: str, model: PreTrainedModel, *, merged: bool = True) -> ServedModel:
-    """Make a model in memory ready to be served; raises PagepoolError if it cannot be. Changes the model."""
+    """Make a model in memory ready to be served where it lies; raises PagepoolError if it cannot be. Changes it."""
     check_config(name, model.config)
     model = model.eval().requires_grad_(requires_grad=False)
     expected = proof.eager_rows(model)
@@ -107,9 +148,7 @@ def prepare(name: str, model: PreTrainedModel, *, merged: bool = True) -> Served
     with merge.watching(model) as groups:
         geometry = record(name, model)
     if merged:
-        multiply = linear.Multiply(widen=not has_16_bit_arithmetic())
-        merge.merge(model, groups, multiply)
-        linear.swap(model, multiply)
+        _merge(model, groups)
     format_ = _format(name, model.dtype)
     proof.check_equal(name, expected, proof.paged_rows(model, geometry, format_), model.dtype)
     limit = context_limit(model.config)
@@ -127,10 +166,21 @@ def prepare(name: str, model: PreTrainedModel, *, merged: bool = True) -> Served
     )
 
 
-def choose_dtype(flag: str, checkpoint: torch.dtype | None) -> torch.dtype:
-    """The dtype to load in; raises PagepoolError on a value that --dtype does not know."""
+def _merge(model: PreTrainedModel, groups: list[merge.Group]) -> None:
+    """Merge projections; on the CPU, all others are multiplied by the routine for their shape too."""
+    if model.device.type != "cpu":
+        merge.merge(model, groups, functional.linear)
+        torch.cuda.empty_cache()  # others share the GPU
+        return
+    multiply = linear.Multiply(widen=not has_16_bit_arithmetic())
+    merge.merge(model, groups, multiply)
+    linear.swap(model, multiply)
+
+
+def choose_dtype(flag: str, checkpoint: torch.dtype | None, kind: str = "cpu") -> torch.dtype:
+    """The dtype to load in on a kind of device; raises PagepoolError on a value that --dtype does not know."""
     if flag == AUTO_DTYPE:
-        known = checkpoint in FORMATS and has_16_bit_arithmetic()
+        known = checkpoint in FORMATS and (kind != "cpu" or has_16_bit_arithmetic())
         return checkpoint if known and checkpoint is not None else torch.float32
     if flag not in DTYPES:
         raise invalid_field("--dtype", flag, f"one of auto, {', '.join(DTYPES)}", "choose one of these")

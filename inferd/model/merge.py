@@ -6,33 +6,32 @@ of all and leaves the result in a box, from which the others take their slice. T
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-from inferd.model.linear import Multiply
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(x [..., I], weight [O, I], bias [O]) -> [..., O], as torch.nn.functional.linear."""
 
 Group = tuple[nn.Linear, ...]
 """Projections of one module, in the order in which it calls them with one and the same input."""
 
 
 class _Box:
-    """The weights of a group, and what its first projection computed until the others have taken it."""
+    """What the first projection of a group computed, until the others have taken it; then it holds no tensor."""
 
-    __slots__ = ("bias", "input", "multiply", "output", "takers", "weight")
+    __slots__ = ("input", "output", "takers")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, multiply: Multiply) -> None:
-        self.weight, self.bias, self.multiply = weight, bias, multiply
+    def __init__(self) -> None:
         self.input: torch.Tensor | None = None
         self.output: torch.Tensor | None = None
         self.takers = 0
 
-    def compute(self, x: torch.Tensor, takers: int) -> torch.Tensor:
-        """Multiply with all weights, and keep the result for so many takers."""
-        self.input, self.output, self.takers = x, self.multiply(x, self.weight, self.bias), takers
-        return self.output
+    def put(self, x: torch.Tensor, output: torch.Tensor, takers: int) -> None:
+        """Keep what was computed from x for so many takers."""
+        self.input, self.output, self.takers = x, output, takers
 
     def take(self, x: torch.Tensor) -> torch.Tensor | None:
         """What was computed from this very input, or None."""
@@ -46,34 +45,46 @@ class _Box:
 
 
 class _Projection(nn.Module):
-    """A slice of a merged projection that looks like the nn.Linear it replaces."""
+    """A slice of a merged projection that looks like the nn.Linear it replaces. `weight` [O, I] is that of the group.
 
-    def __init__(self, box: _Box, start: int, size: int) -> None:
+    torch.compile traces it as it is: the box is empty before and after each forward.
+    """
+
+    def __init__(
+        self, box: _Box, multiply: Multiply, weight: torch.Tensor, bias: torch.Tensor | None, rows: tuple[int, int]
+    ) -> None:
         super().__init__()
-        self.in_features, self.out_features = box.weight.shape[1], size
-        self.weight = nn.Parameter(box.weight.narrow(0, start, size), requires_grad=False)
-        bias = None if box.bias is None else box.bias.narrow(0, start, size)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self._box, self._start, self._end = box, start, start + size
+        self._box, self._multiply = box, multiply
+        self._start, self._end = rows
+        self.in_features, self.out_features = weight.shape[1], self._end - self._start
+        self.weight = nn.Parameter(weight[self._start : self._end], requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias[self._start : self._end], requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The same values as the replaced nn.Linear gives."""
         output = self._box.take(x)
         if output is None:
-            return self._box.multiply(x, self.weight, self.bias)
+            return self._multiply(x, self.weight, self.bias)
         return output[..., self._start : self._end]
 
 
 class _FirstProjection(_Projection):
-    """The projection of a group that is called first."""
+    """The projection of a group that is called first: it multiplies for all, and leaves the result to `takers` more."""
 
-    def __init__(self, box: _Box, size: int, takers: int) -> None:
-        super().__init__(box, 0, size)
+    def __init__(
+        self, box: _Box, multiply: Multiply, weight: torch.Tensor, bias: torch.Tensor | None, size: int, *, takers: int
+    ) -> None:
+        super().__init__(box, multiply, weight, bias, (0, size))
         self._takers = takers
+        # Parameters, since torch.compile takes the shapes of those for constants, and would not those of a tensor.
+        self.merged_weight = nn.Parameter(weight, requires_grad=False)
+        self.merged_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The same values as the replaced nn.Linear gives; the others of the group take theirs afterwards."""
-        return self._box.compute(x, self._takers)[..., : self._end]
+        output = self._multiply(x, self.merged_weight, self.merged_bias)
+        self._box.put(x, output, self._takers)
+        return output[..., : self._end]
 
 
 @contextmanager
@@ -109,16 +120,24 @@ def _groups(calls: Sequence[tuple[nn.Linear, torch.Tensor]]) -> Iterator[Group]:
 
 
 @torch.no_grad()
-def merge(model: nn.Module, groups: Sequence[Group], multiply: Multiply) -> None:
-    """Swap the projections of each group; the old weights are given back group by group."""
+def merge(model: nn.Module, groups: list[Group], multiply: Multiply) -> None:
+    """Swap the projections of each group. Empties the list, so that old weights are given back group by group."""
     parents = {child: (parent, name) for parent in model.modules() for name, child in parent.named_children()}
-    for group in groups:
-        bias = None if group[0].bias is None else torch.cat([linear.bias for linear in group])
-        box = _Box(torch.cat([linear.weight for linear in group]), bias, multiply)
-        start = 0
-        for linear in group:
-            parent, name = parents[linear]
-            size, takers = linear.out_features, len(group) - 1
-            swapped = _Projection(box, start, size) if start else _FirstProjection(box, size, takers)
-            setattr(parent, name, swapped)
-            start += size
+    while groups:
+        _merge(groups.pop(), parents, multiply)
+
+
+def _merge(group: Group, parents: dict[nn.Module, tuple[nn.Module, str]], multiply: Multiply) -> None:
+    weight = torch.cat([linear.weight for linear in group])
+    bias = None if group[0].bias is None else torch.cat([linear.bias for linear in group])
+    box, start = _Box(), 0
+    for linear in group:
+        parent, name = parents.pop(linear)
+        end = start + linear.out_features
+        swapped = (
+            _Projection(box, multiply, weight, bias, (start, end))
+            if start
+            else _FirstProjection(box, multiply, weight, bias, end, takers=len(group) - 1)
+        )
+        setattr(parent, name, swapped)
+        start = end

@@ -120,6 +120,6 @@ def record(name: str, model: PreTrainedModel) -> ModelGeometry:
 def forward(
     model: PreTrainedModel, input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Logits [N, V] of the wanted rows of packed tokens [1, T], all on the model's device; without transformers' cache."""
+    """Logits [N, V] of the wanted rows of packed tokens [1, T], on the model's device; without transformers' cache."""
     output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows)
     return cast("torch.Tensor", output.logits[0])

@@ -7,6 +7,8 @@ needed, or a projection wrongly merged make the results differ.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -35,8 +37,8 @@ def eager_rows(model: PreTrainedModel) -> torch.Tensor:
     implementation = model.config._attn_implementation  # noqa: SLF001 (transformers has no public getter)
     model.set_attn_implementation("eager")
     ids = _ids(_TOKENS, model.config.get_text_config(decoder=True).vocab_size, 1)
-    rows = torch.arange(_FIRST_CHUNK, _TOKENS)
-    logits = forward(model, torch.tensor([ids]), torch.arange(_TOKENS)[None], rows)
+    rows = torch.arange(_FIRST_CHUNK, _TOKENS, device=model.device)
+    logits = _forward(model, ids, range(_TOKENS), rows)
     model.set_attn_implementation(implementation)
     return logits.float()
 
@@ -63,9 +65,14 @@ def paged_rows(model: PreTrainedModel, geometry: ModelGeometry, fmt: Format) -> 
             attention.begin(batch, np.array(slots, np.int64))
             packed = [t for line, (a, b) in zip(ids, step, strict=True) for t in line[a:b]]
             positions = [p for a, b in step for p in range(a, b)]
-            rows = torch.arange(step[0][1] - step[0][0])
-            logits = forward(model, torch.tensor([packed]), torch.tensor([positions]), rows)
+            rows = torch.arange(step[0][1] - step[0][0], device=model.device)
+            logits = _forward(model, packed, positions, rows)
     return logits.float()
+
+
+def _forward(model: PreTrainedModel, ids: Sequence[int], positions: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+    packed = torch.tensor([list(ids), list(positions)], device=model.device)
+    return forward(model, packed[:1], packed[1:], rows)
 
 
 def check_equal(name: str, expected: torch.Tensor, actual: torch.Tensor, dtype: torch.dtype) -> None:

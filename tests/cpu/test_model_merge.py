@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import AttentionInterface
 
 from inferd.model import linear, merge
 from inferd.model.attention import attending
@@ -69,6 +73,71 @@ def test_merged_weights_are_not_stored_twice() -> None:
 
     assert pair.first.weight.untyped_storage().data_ptr() == pair.second.weight.untyped_storage().data_ptr()
     assert pair.first.weight.untyped_storage().nbytes() == (5 + 3) * 8 * 4
+
+
+def test_old_weights_go_back_group_by_group_also_while_the_caller_still_has_the_list() -> None:
+    model = nn.ModuleList([Pair(bias=False) for _ in range(3)])
+    groups: list[merge.Group] = [(pair.first, pair.second) for pair in model]  # type: ignore[misc]
+    old = [weakref.ref(linear.weight) for group in groups for linear in group]
+    alive = []
+
+    def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+        alive.append(sum(each() is not None for each in old))
+        return concatenate(tensors)
+
+    concatenate = torch.cat
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cat", cat)
+        merge.merge(model, groups, functional.linear)
+
+    assert alive == [6, 4, 2]
+    assert not any(each() for each in old)
+
+
+@torch.library.custom_op("pagepool_test::attend", mutates_args=())
+def attend(query: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+    return query.transpose(1, 2)[..., : value.shape[3]] * (layer + 1)
+
+
+@attend.register_fake
+def _attend_shape(query: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+    del layer
+    return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+
+
+AttentionInterface.register(
+    "pagepool_test", lambda module, query, _key, value, _mask, **_: (attend(query, value, module.layer_idx), None)
+)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
+def test_torch_compile_traces_a_merged_model_once_for_all_sizes_with_constant_weight_shapes(name: str) -> None:
+    model = random_model(name)
+    model.set_attn_implementation("pagepool")
+    with torch.inference_mode(), merge.watching(model) as groups, attending(Recorder(name, model.config)):
+        forward(model, torch.tensor([[5, 6]]), torch.tensor([[0, 1]]), torch.tensor([1]))
+    merge.merge(model, groups, functional.linear)
+    model.set_attn_implementation("pagepool_test")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(partial(forward, model), backend=backend, fullgraph=True, dynamic=True)
+    with torch.inference_mode():
+        for count in (3, 8, 2, 40):
+            step = torch.arange(count)[None] + 3, torch.arange(count)[None], torch.arange(min(count, 2))
+            torch.testing.assert_close(compiled(*step), forward(model, *step))
+
+    assert len(graphs) == 1
+    inputs = [node.meta["example_value"] for node in graphs[0].graph.nodes if node.op == "placeholder"]
+    weights = [each for each in inputs if isinstance(each, nn.Parameter)]
+    merged = {module.merged_weight.shape for module in model.modules() if hasattr(module, "merged_weight")}
+    assert merged <= {each.shape for each in weights}
+    assert all(isinstance(size, int) for each in weights for size in each.shape)
+    boxes = [module._box for module in model.modules() if hasattr(module, "_box")]
+    assert {(box.input, box.output, box.takers) for box in boxes} == {(None, None, 0)}
 
 
 def test_merged_and_unmerged_models_say_the_same() -> None:
