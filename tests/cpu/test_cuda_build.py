@@ -47,8 +47,8 @@ def other_jobs(arch: str) -> Iterator[Job]:
         layout = PagedLayout(16, (shape,), fmt, LAYOUT_SWIZZLED)
         for name in ("append", "gather"):
             yield f"{name}.cu", move_defines(name, layout, shape, int(element), aligned=aligned), arch
-    yield "attend.cu", attend_shape(NATIVE, Format.F32, MANY_ROWS, shared_limit(arch)).defines(), arch
-    yield "attend.cu", attend_shape(ODD, Format.BF16, FEW_ROWS, shared_limit(arch)).defines(), arch
+    yield "attend.cu", attend_shape(NATIVE, (Format.F32, Format.F32), MANY_ROWS, shared_limit(arch)).defines(), arch
+    yield "attend.cu", attend_shape(ODD, (Format.BF16, Format.F32), FEW_ROWS, shared_limit(arch)).defines(), arch
 
 
 def kernels(log: str) -> dict[str, int]:
@@ -139,7 +139,7 @@ def test_what_is_prebuilt_fits_into_the_shared_memory_of_its_architecture(arch: 
 
 @pytest.mark.parametrize("dims", [(512, 512), (256, 256), (128, 128), (1, 1), (192, 128)], ids=str)
 def test_generic_attention_fits_into_the_smallest_shared_memory(dims) -> None:
-    shape = attend_shape(LayerShape(1, *dims), Format.F32, MANY_ROWS, min(SHARED_LIMIT.values()))
+    shape = attend_shape(LayerShape(1, *dims), (Format.F32, Format.F32), MANY_ROWS, min(SHARED_LIMIT.values()))
     assert shape.shared_bytes <= min(SHARED_LIMIT.values())
-    assert attend_shape(LayerShape(1, *dims), Format.F32, 7, 1 << 20).rows == FEW_ROWS
-    assert AttendShape(Format.F32, (128, 128), MANY_ROWS).tokens == 32
+    assert attend_shape(LayerShape(1, *dims), (Format.F32, Format.F32), 7, 1 << 20).rows == FEW_ROWS
+    assert AttendShape(Format.F32, Format.F32, (128, 128), MANY_ROWS).tokens == 32

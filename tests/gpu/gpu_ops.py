@@ -48,6 +48,7 @@ class Strided:
         self.device.synchronize()
         if self.array.size:
             self.device.api.memcpy_dtoh(self.run, self.memory)
+        return self.array
 
 
 class GpuOps:
@@ -122,7 +123,7 @@ def jobs_of(case, element=None):
             macros = move_defines(name, case.layout, case.layout.layers[1], element, aligned=aligned)
             jobs.append((name + ".cu", macros))
     for rows in (FEW_ROWS, MANY_ROWS):
-        shape = AttendShape(element, case.dims, rows)
+        shape = AttendShape(case.fmt, element, case.dims, rows)
         if rows == FEW_ROWS or max(case.dims) <= 256:
             jobs.append(("attend.cu", shape.defines()))
     return jobs

@@ -5,10 +5,12 @@
 // (Milakov and Gimelshein, arXiv 1805.02867). Where the tokens are split, `merge` adds the parts up in their order, so
 // the same inputs give the same bits. Grids come from the step's capacity: everything else is read from the batch.
 //
-// Defines: IO (element format of q and out), K_DIM, V_DIM, ROWS (a multiple of 16), TOKENS (16 or 32).
+// Defines: FORMAT (native), IO (element format of q and out: FORMAT or float32), K_DIM, V_DIM, ROWS (a multiple of 16),
+// TOKENS (16 or 32), SHARED_BYTES.
 #include "common.cuh"
 
 using InOut = Element<IO>::type;
+using Native = Element<FORMAT>::type;
 
 constexpr int kThreads = 256, kLanes = 16;  // lanes share a row
 constexpr int kLanesRows = kThreads / kLanes;
@@ -18,6 +20,8 @@ constexpr int kVPad = (V_DIM + 63) / 64 * 64, kColumns = kVPad / kLanes;
 constexpr int kPStride = TOKENS + 4;
 constexpr int kEntries = TOKENS / 8;
 constexpr int kMinTiles = 256 / TOKENS;  // worth a split
+// Thread blocks of a multiprocessor that registers are spared for; large heads have no room for a second one.
+constexpr int kResident = K_DIM > 128 || V_DIM > 128 ? 1 : ROWS > 16 ? 2 : 3;
 constexpr int kPartial = ROWS * (V_DIM + 2);
 
 struct Shared {
@@ -123,27 +127,92 @@ __device__ __forceinline__ void load_entries(const AttendParams& p, const Tile& 
   }
 }
 
-// K or V of tile t, with zeros for tokens that no row sees.
+__device__ __forceinline__ bool is_seen(const Tile& tile, int token) {
+  return token >= tile.first_token && token < tile.last_token;
+}
+
+// Whether all blocks of tile t that are read are of the native format.
+__device__ __forceinline__ bool is_native(const AttendParams& p, const Tile& tile, int t, const uint32_t* entries) {
+  const int shift = p.place.block_shift, first_block = t * TOKENS >> shift;
+  const int first = max(t * TOKENS, tile.first_token) >> shift, last = (min((t + 1) * TOKENS, tile.last_token) - 1) >> shift;
+  bool native = true;
+  for (int block = first; block <= last; ++block) native &= entry_format(entries[block - first_block]) == FORMAT;
+  return native;
+}
+
+// A thread's share of K or V of a tile.
+template <int dim>
+struct Share {
+  static constexpr int N = group_size(dim), per_row = dim / N, count = (TOKENS * per_row + kThreads - 1) / kThreads;
+  Group<Native, N> groups[count];
+};
+
+template <int dim, bool is_k>
+__device__ __forceinline__ Share<dim> fetch(const AttendParams& p, const Tile& tile, int t, int head,
+                                            const uint32_t* entries) {
+  using S = Share<dim>;
+  S share{};
+  const int shift = p.place.block_shift, first_block = t * TOKENS >> shift;
+#pragma unroll
+  for (int i = 0; i < S::count; ++i) {
+    const int at = threadIdx.x + i * kThreads, token = t * TOKENS + at / S::per_row;
+    if (at >= TOKENS * S::per_row || !is_seen(tile, token)) continue;
+    const BlockRows rows = block_rows<K_DIM, V_DIM>(p.slabs, p.place, entries[(token >> shift) - first_block], head);
+    share.groups[i] = load_stored<Native, S::N>(is_k ? rows.k : rows.v, token & ((1 << shift) - 1),
+                                                at % S::per_row * S::N, dim);
+  }
+  return share;
+}
+
+template <int N>
+__device__ __forceinline__ void put_group(float* to, const Group<float, N>& wide) {
+  constexpr int run = kRun<float, N>;
+#pragma unroll
+  for (int e = 0; e < N; e += run) {
+    *reinterpret_cast<Group<float, run>*>(to + e) = *reinterpret_cast<const Group<float, run>*>(&wide.item[e]);
+  }
+}
+
+template <int dim, int stride>
+__device__ __forceinline__ void put(const Share<dim>& share, float (*to)[stride]) {
+  using S = Share<dim>;
+#pragma unroll
+  for (int i = 0; i < S::count; ++i) {
+    const int at = threadIdx.x + i * kThreads;
+    if (at < TOKENS * S::per_row) put_group(&to[at / S::per_row][at % S::per_row * S::N], widened(share.groups[i], 1.0f));
+  }
+}
+
+// The same for tiles with blocks of other formats, a group at a time.
 template <int dim, int stride, bool is_k>
-__device__ __forceinline__ void load_tile(const AttendParams& p, const Tile& tile, int t, int head,
-                                          const uint32_t* entries, float (*to)[stride]) {
+__device__ __forceinline__ void load_mixed(const AttendParams& p, const Tile& tile, int t, int head,
+                                           const uint32_t* entries, float (*to)[stride]) {
   constexpr int N = group_size(dim), per_row = dim / N;
   const int shift = p.place.block_shift, first_block = t * TOKENS >> shift;
-#pragma unroll 4
+#pragma unroll 1
   for (int i = threadIdx.x; i < TOKENS * per_row; i += kThreads) {
     const int j = i / per_row, d = i % per_row * N, token = t * TOKENS + j;
     Group<float, N> wide{};
-    if (token >= tile.first_token && token < tile.last_token) {
-      const uint32_t entry = entries[(token >> shift) - first_block];
-      const BlockRows rows = block_rows<K_DIM, V_DIM>(p.slabs, p.place, entry, head);
+    if (is_seen(tile, token)) {
+      const BlockRows rows = block_rows<K_DIM, V_DIM>(p.slabs, p.place, entries[(token >> shift) - first_block], head);
       wide = load_wide<N>(rows.format, is_k ? rows.k : rows.v, token & ((1 << shift) - 1), d, dim,
                           is_k ? rows.k_scale : rows.v_scale);
     }
-    constexpr int run = kRun<float, N>;
-#pragma unroll
-    for (int e = 0; e < N; e += run) {
-      *reinterpret_cast<Group<float, run>*>(&to[j][d + e]) = *reinterpret_cast<const Group<float, run>*>(&wide.item[e]);
-    }
+    put_group(&to[j][d], wide);
+  }
+}
+
+// K and V of tile t, with zeros for tokens that no row sees. All loads of a native tile are on their way together.
+__device__ __forceinline__ void load_tile(const AttendParams& p, const Tile& tile, int t, int head,
+                                          const uint32_t* entries, Shared& shared) {
+  if (is_native(p, tile, t, entries)) {
+    const Share<K_DIM> k = fetch<K_DIM, true>(p, tile, t, head, entries);
+    const Share<V_DIM> v = fetch<V_DIM, false>(p, tile, t, head, entries);
+    put(k, shared.k);
+    put(v, shared.v);
+  } else {
+    load_mixed<K_DIM, kKStride, true>(p, tile, t, head, entries, shared.k);
+    load_mixed<V_DIM, kVPad, false>(p, tile, t, head, entries, shared.v);
   }
 }
 
@@ -299,8 +368,7 @@ __device__ void run(const AttendParams& p, const Tile& tile, Shared& shared) {
   load_queries(p, tile, head, shared);
   for (int t = begin; t < end; ++t) {
     __syncthreads();
-    load_tile<K_DIM, kKStride, true>(p, tile, t, head, shared.entries[t % 2], shared.k);
-    load_tile<V_DIM, kVPad, false>(p, tile, t, head, shared.entries[t % 2], shared.v);
+    load_tile(p, tile, t, head, shared.entries[t % 2], shared);
     load_entries(p, tile, t + 1, shared.entries[(t + 1) % 2]);
     __syncthreads();
     score_tile<R>(p, t, shared, state);
@@ -309,7 +377,7 @@ __device__ void run(const AttendParams& p, const Tile& tile, Shared& shared) {
   store<R>(p, tile, head, state);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 2) attend(const __grid_constant__ AttendParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kResident) attend(const __grid_constant__ AttendParams p) {
   extern __shared__ float4 memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   Tile tile;

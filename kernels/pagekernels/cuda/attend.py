@@ -30,8 +30,9 @@ _THREADS, _MERGE_THREADS = 256, 128
 
 @dataclass(frozen=True, slots=True)
 class AttendShape:
-    """What one compiled attend.cu is for."""
+    """What one compiled attend.cu is for: the pool's native format, that of q and out, (d_k, d_v), rows of a CTA."""
 
+    native: Format
     element: Format
     dims: tuple[int, int]
     rows: int
@@ -58,16 +59,20 @@ class AttendShape:
     def defines(self) -> dict[str, int | str]:
         """The macros of attend.cu."""
         dims = {"K_DIM": self.dims[0], "V_DIM": self.dims[1], "ROWS": self.rows, "TOKENS": self.tokens}
-        return {"IO": int(self.element), **dims, "SHARED_BYTES": self.shared_bytes}
+        formats = {"FORMAT": int(self.native), "IO": int(self.element)}
+        return {**formats, **dims, "SHARED_BYTES": self.shared_bytes}
 
 
-def attend_shape(shape: LayerShape, element: Format, packed_rows: int, shared_limit: int) -> AttendShape:
-    """The kernel for up to `packed_rows` query rows of a KV head and a sequence, with so much shared memory."""
+def attend_shape(shape: LayerShape, formats: tuple[Format, Format], packed_rows: int, shared_limit: int) -> AttendShape:
+    """The kernel for up to `packed_rows` query rows of a KV head and a sequence, with so much shared memory.
+
+    `formats`: the pool's native one, and that of q and out.
+    """
     dims = (shape.head_dim_k, shape.head_dim_v)
-    many = AttendShape(element, dims, MANY_ROWS)
+    many = AttendShape(*formats, dims, MANY_ROWS)
     if packed_rows > FEW_ROWS and max(dims) <= 256 and many.shared_bytes <= shared_limit:
         return many
-    return AttendShape(element, dims, FEW_ROWS)
+    return AttendShape(*formats, dims, FEW_ROWS)
 
 
 class GenericAttention:
@@ -79,7 +84,8 @@ class GenericAttention:
     def __init__(self, device: CudaDevice, slabs: Sequence[int], layout: PagedLayout) -> None:
         self._device, self._layout, self._packed = device, layout, pack_slabs(slabs)
         self._target = 4 * device.num_sms  # thread blocks that keep the device busy
-        shapes = [attend_shape(shape, layout.format, MANY_ROWS, device.max_shared_bytes) for shape in layout.layers]
+        formats = (layout.format, layout.format)
+        shapes = [attend_shape(shape, formats, MANY_ROWS, device.max_shared_bytes) for shape in layout.layers]
         self._partials: Any = device.api.mem_alloc(self._target * max(shape.partial_bytes for shape in shapes))
         self._sinks: dict[int, tuple[object, Any]] = {}
 
@@ -120,8 +126,8 @@ class GenericAttention:
         self._sinks.clear()
 
     def _kind(self, layer: int, q: DeviceTensor, packed_rows: int) -> AttendShape:
-        element = element_format(self._layout, q)
-        return attend_shape(self._layout.layers[layer], element, packed_rows, self._device.max_shared_bytes)
+        formats = (self._layout.format, element_format(self._layout, q))
+        return attend_shape(self._layout.layers[layer], formats, packed_rows, self._device.max_shared_bytes)
 
     def _sink_address(self, sinks: Any) -> int:
         """Where the sinks are on the device; copied there the first time, and never while a graph is captured."""

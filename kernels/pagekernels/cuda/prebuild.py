@@ -73,7 +73,7 @@ def generic_jobs(arch: str, shape: LayerShape, fmt: Format) -> Iterator[Job]:
     for name in ("append", "gather"):
         yield f"{name}.cu", move_defines(name, layout, shape, int(fmt), aligned=True), arch
     if fmt is Format.F32:
-        kinds = dict.fromkeys(attend_shape(shape, fmt, rows, shared_limit(arch)) for rows in (1, MANY_ROWS))
+        kinds = dict.fromkeys(attend_shape(shape, (fmt, fmt), rows, shared_limit(arch)) for rows in (1, MANY_ROWS))
         yield from (("attend.cu", kind.defines(), arch) for kind in kinds)
 
 
