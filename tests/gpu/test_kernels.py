@@ -31,7 +31,7 @@ def _compiled(device):
     precompile(device, [job for case in every for job in jobs_of(case)])
 
 
-def close(got, expected, fmt):
+def assert_close(got, expected, fmt):
     np.testing.assert_allclose(got, expected, rtol=TOLERANCE[fmt], atol=TOLERANCE[fmt])
 
 
@@ -46,7 +46,7 @@ def test_equals_a_dense_softmax_and_never_reads_what_is_unused(device, case, fp8
     case = replace(case, version=LAYOUT_SWIZZLED, fp8_every=fp8_every)
     slab, q, batch, tokens = case.build()
     got = case.attend(GpuOps(device, slab, case.layout, max_queries=most), q, batch)
-    close(got, dense_attention(case, q, tokens), case.fmt)
+    assert_close(got, dense_attention(case, q, tokens), case.fmt)
 
 
 @pytest.mark.parametrize("fp8_every", [0, 2])
@@ -55,7 +55,7 @@ def test_equals_the_twin_on_a_mixed_batch(device, fmt, fp8_every):
     case = replace(MIXED, fmt=fmt, fp8_every=fp8_every)
     slab, q, batch, _ = case.build()
     twin = case.attend(TwinOps(slab, case.layout), q, batch)
-    close(case.attend(GpuOps(device, slab, case.layout), q, batch), twin, fmt)
+    assert_close(case.attend(GpuOps(device, slab, case.layout), q, batch), twin, fmt)
 
 
 @pytest.mark.parametrize("dims", LARGE, ids=str)
@@ -64,7 +64,7 @@ def test_heads_of_any_dimensions(device, fmt, dims):
     case = replace(MIXED, sequences=((1, 100), (20, 60), (1, 1)), dims=dims, fmt=fmt, fp8_every=3)
     case = with_params(case, scale=dims[0] ** -0.5)
     slab, q, batch, tokens = case.build()
-    close(case.attend(GpuOps(device, slab, case.layout), q, batch), dense_attention(case, q, tokens), fmt)
+    assert_close(case.attend(GpuOps(device, slab, case.layout), q, batch), dense_attention(case, q, tokens), fmt)
 
 
 @pytest.mark.parametrize("size", [8, 16, 64, 128])
@@ -78,7 +78,7 @@ def test_every_block_size_and_group_around_the_edges_of_blocks(device, size, gro
         version=LAYOUT_SWIZZLED,
     )
     slab, q, batch, tokens = case.build()
-    close(case.attend(GpuOps(device, slab, case.layout), q, batch), dense_attention(case, q, tokens), case.fmt)
+    assert_close(case.attend(GpuOps(device, slab, case.layout), q, batch), dense_attention(case, q, tokens), case.fmt)
 
 
 LONG = Case(sequences=((1, 5003), (1, 17), (1, 2048)), dims=(64, 64), heads=1, group=4, version=LAYOUT_SWIZZLED)
@@ -93,7 +93,7 @@ SINKS = np.linspace(-2, 3, 4, dtype=np.float32)
 def test_long_contexts_are_split_and_merged(device, fmt, changes):
     case = with_params(replace(LONG, fmt=fmt, fp8_every=5), **changes)
     slab, q, batch, tokens = case.build()
-    close(case.attend(GpuOps(device, slab, case.layout), q, batch), dense_attention(case, q, tokens), fmt)
+    assert_close(case.attend(GpuOps(device, slab, case.layout), q, batch), dense_attention(case, q, tokens), fmt)
 
 
 @pytest.mark.parametrize("case", [MIXED, LONG], ids=["mixed", "long"])
@@ -112,7 +112,7 @@ def test_a_sequence_is_the_same_alone_and_in_a_batch(device):
     for s in range(len(MIXED.sequences)):
         alone, rows = only(batch, q, s)
         first, last = batch.cu_q_lens[s], batch.cu_q_lens[s + 1]
-        close(MIXED.attend(ops, rows, alone), together[first:last], MIXED.fmt)
+        assert_close(MIXED.attend(ops, rows, alone), together[first:last], MIXED.fmt)
 
 
 @pytest.mark.parametrize(("fmt", "constant"), [(Format.F32, 1.0), (Format.F16, -0.25), (Format.BF16, -0.37)])
@@ -177,7 +177,7 @@ def test_scores_that_overflow_in_f16_do_not(device):
     case = with_params(replace(MIXED, fmt=Format.F16), scale=60.0)
     slab, q, batch, tokens = case.build()
     got = case.attend(GpuOps(device, slab, case.layout), q, batch)
-    close(got, dense_attention_stable(case, q, tokens), Format.F16)
+    assert_close(got, dense_attention_stable(case, q, tokens), Format.F16)
 
 
 def dense_attention_stable(case, q, tokens):
