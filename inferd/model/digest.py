@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
@@ -21,10 +23,11 @@ def digest(folder: Path, cache: Path) -> bytes:
     It follows the contents, not the names: weights replaced in place give another digest. `cache` keeps the digests of
     single files, so that a restart needs not read the weights.
     """
-    files = {folder / "config.json", *weight_files(folder)}
+    files = sorted({folder / "config.json", *weight_files(folder)})
     total = hashlib.sha256()
-    for path in sorted(files):
-        total.update(f"{path.name}\0".encode() + file_digest(path, cache))
+    with ThreadPoolExecutor() as threads:  # hashing lets other threads run, and takes a second a gigabyte
+        for path, value in zip(files, threads.map(partial(file_digest, cache=cache), files), strict=True):
+            total.update(f"{path.name}\0".encode() + value)
     return total.digest()
 
 
