@@ -22,7 +22,6 @@ COPY_PAIRS = 256
 """Blocks of one launch; move.cu, kPairs."""
 
 _COPY_PIECE = 256 * 4 * 16
-_COPY_RESIDENT = 8  # thread blocks of a multiprocessor
 _GATHER_TOKENS, _GATHER_WARPS = 16, 8
 _THREADS = 256
 """As in the sources."""
@@ -85,9 +84,8 @@ class BlockMoves:
             count = len(sources[first : first + COPY_PAIRS])
             pairs[0][:count], pairs[1][:count] = sources[first : first + count], targets[first : first + count]
             entries = pairs[0].tobytes() + pairs[1].tobytes()
-            args = self._packed + struct.pack("qii", self._layout.unit_bytes, count, pieces) + entries
-            blocks = min(count * pieces, _COPY_RESIDENT * self._device.num_sms)
-            self._copy.launch((blocks, 1), (_THREADS, 1, 1), args)
+            args = self._packed + struct.pack("q", self._layout.unit_bytes) + entries
+            self._copy.launch((pieces, count), (_THREADS, 1, 1), args)
 
     def _check_formats(self, sources: Entries, targets: Entries) -> None:
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
