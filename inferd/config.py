@@ -10,10 +10,11 @@ from pathlib import Path
 from pagepool.errors import invalid_field
 from pagepool.listen import Listener, UnixListener, default_socket, parse_listener
 from pagepool.logs import FORMATS, LEVELS
-from pagepool.settings import Loaded, choice, load, parse_bool, parse_positive, parse_seconds, setting
+from pagepool.settings import Loaded, choice, load, parse_bool, parse_device, parse_positive, parse_seconds, setting
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 SPINS = ("auto", "on", "off")
+SWITCH = ("on", "off")
 MAX_NAME_BYTES = 128
 
 
@@ -47,8 +48,17 @@ class InferdConfig:
         repeatable=True,
     )
     name: str = setting("the worker's name, for people (default: inferd-PID)", parse_name, default="")
+    device: str = setting(
+        "what to compute on: cuda for the GPU that memd's pool lies on, cuda:N to insist on its number here, cpu for a "
+        "pool in shared memory, auto for whatever memd has",
+        parse_device,
+        default="auto",
+    )
     dtype: str = setting(
-        f"of weights and pool: {', '.join(DTYPES)} (auto: the model's own)", choice(*DTYPES), default="auto"
+        f"of weights and pool: {', '.join(DTYPES)} (auto: the model's own, but float32 on a CPU without 16-bit "
+        "arithmetic)",
+        choice(*DTYPES),
+        default="auto",
     )
     threads: int = setting("threads of the engine's arithmetic (default: one per core)", parse_positive, default=0)
     spin: str = setting(
@@ -57,14 +67,31 @@ class InferdConfig:
         choice(*SPINS),
         default="auto",
     )
-    max_batch_tokens: int = setting(
-        "tokens of one step, prompts and continuations together", parse_positive, default=512
+    max_batch_tokens: int | None = setting(
+        "tokens of one step, prompts and continuations together; at least --max-num-seqs (default: 8192 on a GPU, 512 "
+        "on a CPU)",
+        parse_positive,
+        default=None,
     )
-    max_num_seqs: int = setting("requests that run at once", parse_positive, default=64)
+    max_num_seqs: int | None = setting(
+        "requests that run at once (default: 256 on a GPU, 64 on a CPU)", parse_positive, default=None
+    )
     max_queue: int = setting("requests that wait; more are refused", parse_positive, default=1024)
+    compile: str = setting(
+        "whether a GPU runs the model through torch.compile: off starts sooner, and every step takes longer",
+        choice(*SWITCH),
+        default="on",
+    )
+    graphs: str = setting(
+        "whether a GPU replays small steps as CUDA graphs: off starts sooner, and every token takes longer",
+        choice(*SWITCH),
+        default="on",
+    )
     warmup: bool = setting("run all shapes before health says SERVING", parse_bool, default=True)
     cache_dir: Path | None = setting(
-        "converted models and tokenizers (default: pagepool in $XDG_CACHE_HOME, else in ~/.cache)", Path, default=None
+        "converted models, tokenizers and compiled kernels (default: pagepool in $XDG_CACHE_HOME, else in ~/.cache)",
+        Path,
+        default=None,
     )
     drain_grace: float = setting("seconds that requests have to end when inferd stops", parse_seconds, default=10.0)
     print_geometry: bool = setting(
@@ -105,6 +132,8 @@ def engine_environment(config: InferdConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "NUMBA_NUM_THREADS": threads,
         "NUMBA_THREADING_LAYER": "omp",
+        # Else it is a folder in /tmp, and after the next boot a start takes half a minute longer.
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{config.cache_dir}/inductor"),
         "TOKENIZERS_PARALLELISM": "false",
     }
 

@@ -148,14 +148,15 @@ def _wait_for_pool(
             # UNKNOWN is a memd that does not answer in time.
             if error.code not in {Code.UNAVAILABLE, Code.UNKNOWN}:
                 raise
-            if not _may_be_cuda(flag):  # and memd will refuse it if the pool turns out to lie on a GPU
+            if not may_be_cuda(flag):  # and memd will refuse it if the pool turns out to lie on a GPU
                 return None
             tell(f"waiting for memd, whose device decides this worker's: {error.message}")
         rest(pause)
         pause = min(2 * pause, _LAST_PAUSE_S)
 
 
-def _may_be_cuda(flag: str) -> bool:
+def may_be_cuda(flag: str) -> bool:
+    """Whether a GPU may be what `--device` means, as far as can be said without a memd."""
     if flag != "auto":
         return flag != "cpu"
     try:

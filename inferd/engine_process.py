@@ -2,7 +2,8 @@
 
 FD is an inherited end of a socket pair; the front's first message on it is the Setup. SIGTERM is an orderly exit from
 the first moment on. Exit codes: 0 after an orderly stop, 2 if the engine cannot start with what it was told (Failed for
-request 0 has said why), 75 if it needs another PID than it has (see inferd.device), 1 for a bug.
+request 0 has said why), 75 if it needs another PID than it has (see inferd.device), 76 if its GPU takes
+no more work from it, 1 for a bug.
 """
 
 from __future__ import annotations

@@ -8,30 +8,29 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
-import torch
 
 from inferd import surroundings
 from inferd.channel import EngineChannel
 from inferd.core.messages import EngineState, ModelCard, Setup, Shutdown
 from inferd.core.scheduler import Limits
+from inferd.device import respawning, settle
 from inferd.engine import Engine
 from inferd.failures import failed
+from inferd.machine import DEFAULT_LIMITS, CpuMachine, GpuMachine, GpuOptions, Machine, gpu_errors
 from inferd.model.digest import digest
-from inferd.model.load import ServedModel, load_model
+from inferd.model.load import CPU, ServedModel, load_model
 from inferd.model.refusal import refuse
-from inferd.model.runner import ModelRunner
 from inferd.model.source import resolve
-from inferd.surroundings import Mailbox, Surroundings
+from inferd.surroundings import DeviceLostError, Mailbox, Surroundings
 from inferd.text.export import export_tokenizer
 from inferd.warmup import warm_up
-from pagekernels import open_ops
-from pagekernels.cpu import configure
-from pagekernels.cpu import warm_up as compile_kernels
 from pagekernels.layout import MIN_BLOCK_SIZE
 from pagepool import logs
 from pagepool.errors import PagepoolError
@@ -40,14 +39,27 @@ from pagepool_client.attach_line import Attachment
 from pagepool_client.session import PoolSession
 from pagepool_client.wire import geometry_message
 
+if TYPE_CHECKING:
+    import torch
+
 STOP_GRACE_S = 10.0
 """How long requests may go on after SIGTERM; the front's own Shutdown says its grace."""
+
+EXIT_DEVICE_LOST = 76
+"""Exit code of an engine whose GPU takes no more work from its process: the front starts another one."""
 
 log = structlog.get_logger(__name__)
 
 
+class StoppedError(Exception):
+    """The engine was told to stop before it had begun."""
+
+
 def serve(front: socket.socket) -> int:
-    """Load the model, attach, and run until the front or SIGTERM ends it; the exit code."""
+    """Load the model, attach, and run until the front or SIGTERM ends it; the exit code.
+
+    Raises RespawnError if this process has memd's PID, and so cannot map its GPU memory.
+    """
     channel, mailbox = EngineChannel(front), Mailbox()
     channel.start(mailbox.post)
     try:
@@ -56,9 +68,12 @@ def serve(front: socket.socket) -> int:
         if not isinstance(setup, Setup):  # the front is gone again
             return 0
         logs.configure(setup.log_level, setup.log_format)
-        engine = assemble(setup, channel, mailbox)
-        stop_on_sigterm(mailbox)
-        engine.run()
+        with ExitStack() as undo:
+            engine = assemble(setup, channel, mailbox, undo)
+            stop_on_sigterm(mailbox)
+            run(engine, channel)
+    except StoppedError:
+        return 0
     except PagepoolError as error:
         # An error of the vocabulary says what is wrong; a traceback would only hide it.
         log.error("the engine cannot start", reason=str(error.reason), why=error.message)  # noqa: TRY400
@@ -69,33 +84,68 @@ def serve(front: socket.socket) -> int:
     return 0
 
 
-def assemble(setup: Setup, channel: EngineChannel, mailbox: Mailbox) -> Engine:
-    """An engine that is ready to run. PagepoolError if it cannot be with this setup."""
+def run(engine: Engine, channel: EngineChannel) -> None:
+    """Run an engine. Ends the process if its GPU takes no more work."""
+    try:
+        engine.run()
+    except DeviceLostError as error:
+        log.error("the GPU takes no more work from this process, which ends", why=str(error))  # noqa: TRY400
+        channel.close()
+        # Nothing is given back in order: the driver refuses that now too, and PyCUDA would abort over it.
+        os._exit(EXIT_DEVICE_LOST)
+
+
+def assemble(setup: Setup, channel: EngineChannel, mailbox: Mailbox, undo: ExitStack) -> Engine:
+    """An engine that is ready to run; `undo`, when it has run, gives its device up. For the engine's thread.
+
+    PagepoolError if it cannot be with this setup. Raises StoppedError if it is told to stop while it waits for memd.
+    """
 
     def tell(what: str) -> None:
         log.info(what)
         channel.send(EngineState("loading", what))
 
-    limits = Limits(setup.max_batch_tokens, setup.max_num_seqs, setup.max_queue)
-    threads = setup.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
-    configure(threads)
-    tell("loading the kernels (the first time they are compiled, which takes a minute)")
-    compile_kernels()
+    # Before anything touches a GPU: see inferd.device.
+    index = settle(setup.device, setup.memd, tell, partial(rest, mailbox))
+    limits = limits_on("cpu" if index is None else "cuda", setup)
+    machine = open_machine(index, setup, tell)
+    undo.callback(machine.close)
     cache = Path(setup.cache_dir)
     folder = resolve(setup.model, cache, tell)
     tokenizer = export_tokenizer(folder, cache)
-    served, identity = load(setup, folder, cache, tell)
+    served, identity = load(setup, folder, cache, tell, machine.device)
     channel.send(model_card(served, folder, tokenizer, identity))
-    worker = Worker(setup, served, identity, limits, mailbox)
+    worker = Worker(setup, served, identity, limits, mailbox, machine)
     around = Surroundings(worker.attach, channel.send, mailbox, time.monotonic)
     return Engine(around, limits, served.eos_token_ids)
 
 
-def load(setup: Setup, folder: Path, cache: Path, tell: Callable[[str], None]) -> tuple[ServedModel, bytes]:
+def rest(mailbox: Mailbox, seconds: float) -> None:
+    """Wait so long, or until the front says something; StoppedError if that is the end."""
+    mailbox.rest(seconds)
+    if mailbox.ended:
+        raise StoppedError
+
+
+def limits_on(kind: str, setup: Setup) -> Limits:
+    """What a step may hold on a kind of device. PagepoolError if no step could be built."""
+    tokens, sequences = DEFAULT_LIMITS[kind]
+    return Limits(setup.max_batch_tokens or tokens, setup.max_num_seqs or sequences, setup.max_queue)
+
+
+def open_machine(index: int | None, setup: Setup, tell: Callable[[str], None]) -> Machine:
+    """The settled device, ready for a model."""
+    if index is None:
+        return CpuMachine(setup.threads or len(os.sched_getaffinity(0)), tell)
+    return GpuMachine(index, GpuOptions(setup.compile, setup.graphs, Path(setup.cache_dir)), tell)
+
+
+def load(
+    setup: Setup, folder: Path, cache: Path, tell: Callable[[str], None], device: torch.device = CPU
+) -> tuple[ServedModel, bytes]:
     """The model and whose it is. Files that change while they are read would give one model's KV another's name."""
     identity = digest(folder, cache)
-    served = load_model(folder, name=setup.model, dtype=setup.dtype, tell=tell)
+    served = load_model(folder, name=setup.model, dtype=setup.dtype, device=device, tell=tell)
     if digest(folder, cache) != identity:
         raise refuse(
             setup.model, f"files in {folder} changed while they were read", "start again when they are complete"
@@ -126,27 +176,33 @@ class Worker:
     identity: bytes
     limits: Limits
     mailbox: Mailbox
+    machine: Machine
 
     def attach(self) -> surroundings.Attachment:
-        """Attach to memd and bind the model to the slab; see Surroundings.attach."""
+        """Attach to memd and bind the model to its memory; see Surroundings.attach.
+
+        RespawnError if memd has come back with this process's PID.
+        """
         # The geometry says nothing of the block size: that is memd's.
         geometry = geometry_message(self.served.layout(MIN_BLOCK_SIZE), self.identity, self.setup.model)
-        session = PoolSession(Attachment(self.setup.memd, self.setup.name, geometry), self.mailbox.signal)
+        with respawning():
+            session = PoolSession(Attachment(self.setup.memd, self.setup.name, geometry), self.mailbox.signal)
         try:
-            ops = open_ops(session.memory, self.served.layout(session.info.block_size))
-            runner = ModelRunner(self.served, ops)
+            bound = self.machine.bind(self.served, session, self.limits)
         except BaseException:
             session.close()
             raise
-        return surroundings.Attachment(
-            pool=session,
-            model=runner,
-            close=session.close,
-            warm_up=partial(warm_up, session, runner, self.limits, self.served.max_context)
-            if self.setup.warmup
-            else lambda: None,
-            unary_calls=lambda: session.unary_calls,
-        )
+
+        def close() -> None:
+            bound.close()  # first, since what was captured knows the memory's address
+            session.close()
+
+        def warm() -> None:
+            if self.setup.warmup:
+                with gpu_errors(self.limits) if self.machine.device.type == "cuda" else nullcontext():
+                    warm_up(session, bound.model, self.limits, self.served.max_context)
+
+        return surroundings.Attachment(session, bound.model, close, warm, lambda: session.unary_calls)
 
 
 def stop_on_sigterm(mailbox: Mailbox) -> None:

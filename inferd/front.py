@@ -54,7 +54,7 @@ def print_geometry(config: InferdConfig) -> int:
 
     assert config.cache_dir is not None
     try:
-        sys.stdout.write(geometry_json(config.model, config.dtype, config.cache_dir) + "\n")
+        sys.stdout.write(geometry_json(config.model, config.dtype, config.cache_dir, config.device) + "\n")
     except PagepoolError as error:
         sys.stderr.write(f"inferd: {error.message}\n")
         return EXIT_USAGE
@@ -67,12 +67,15 @@ def setup(config: InferdConfig) -> Setup:
         model=config.model,
         memd=config.memd,
         name=config.name,
+        device=config.device,
         dtype=config.dtype,
         threads=config.threads,
-        max_batch_tokens=config.max_batch_tokens,
-        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens or 0,
+        max_num_seqs=config.max_num_seqs or 0,
         max_queue=config.max_queue,
         warmup=config.warmup,
+        compile=config.compile == "on",
+        graphs=config.graphs == "on",
         cache_dir=str(config.cache_dir),
         log_level=config.log_level,
         log_format=config.log_format,

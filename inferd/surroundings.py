@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from inferd.channel import Message
+from inferd.core.messages import Shutdown
 from inferd.core.ports import KvPool, StepInput
 from inferd.sampler import Row
 
@@ -29,6 +30,11 @@ class Mailbox:
         """The messages that are there, in order; never waits."""
         while self._messages:
             yield self._messages.popleft()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the front's last word, Shutdown or that it is gone, is among what is there."""
+        return any(message is None or isinstance(message, Shutdown) for message in tuple(self._messages))
 
     def rest(self, timeout_s: float | None) -> None:
         """Wait until the signal is set, for ever without a timeout."""

@@ -23,18 +23,22 @@ class Sampling:
 class Setup:
     """What an engine process needs to know; the front's first message to it. Values are those of inferd's flags.
 
-    model is a hub id, a local folder or a GGUF file. memd is a gRPC target. threads 0 is one per core.
+    model is a hub id, a local folder or a GGUF file. memd is a gRPC target. threads 0 is one per core; max_batch_tokens
+    and max_num_seqs 0 are the device's defaults.
     """
 
     model: str
     memd: str
     name: str = "inferd"
+    device: str = "auto"
     dtype: str = "auto"
     threads: int = 0
-    max_batch_tokens: int = 512
-    max_num_seqs: int = 64
+    max_batch_tokens: int = 0
+    max_num_seqs: int = 0
     max_queue: int = 1024
     warmup: bool = True
+    compile: bool = True
+    graphs: bool = True
     cache_dir: str = ""
     log_level: str = "info"
     log_format: str = "auto"

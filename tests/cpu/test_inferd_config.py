@@ -31,10 +31,18 @@ def test_without_flags_both_daemons_meet_in_the_runtime_directory(tmp_path: Path
 def test_the_engine_is_told_what_inferd_was_told(tmp_path: Path) -> None:
     flags = "--model /m --memd unix:/run/x/memd.sock --name w --dtype bfloat16 --threads 3 --max-batch-tokens 7"
     more = f"--max-num-seqs 5 --max-queue 4 --no-warmup --cache-dir {tmp_path} --log-level debug --log-format json"
-    told = setup(load_config([*flags.split(), *more.split()]).config)
+    gpu = "--device cuda:1 --compile off --graphs off"
+    told = setup(load_config([*flags.split(), *more.split(), *gpu.split()]).config)
+    assert (told.device, told.compile, told.graphs) == ("cuda:1", False, False)
     assert (told.model, told.memd, told.name, told.dtype) == ("/m", "unix:/run/x/memd.sock", "w", "bfloat16")
     assert (told.threads, told.max_batch_tokens, told.max_num_seqs, told.max_queue) == (3, 7, 5, 4)
     assert (told.warmup, told.cache_dir, told.log_level, told.log_format) == (False, str(tmp_path), "debug", "json")
+
+
+def test_what_depends_on_the_device_is_left_to_the_engine() -> None:
+    told = setup(load_config([]).config)
+    assert (told.device, told.compile, told.graphs) == ("auto", True, True)
+    assert (told.max_batch_tokens, told.max_num_seqs) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +56,11 @@ def test_the_engine_is_told_what_inferd_was_told(tmp_path: Path) -> None:
         (["--name", "x" * 129], "128 bytes"),
         (["--spin", "maybe"], "auto"),
         (["--max-batch-tokens", "-1"], "at least 1"),
+        (["--max-num-seqs", "0"], "at least 1"),
+        (["--device", "gpu"], "cuda"),
+        (["--device", "cuda:x"], "cuda"),
+        (["--compile", "maybe"], "one of on, off"),
+        (["--graphs", "yes"], "one of on, off"),
     ],
 )
 def test_what_cannot_be_is_refused_by_flag_and_limit(
@@ -78,3 +91,11 @@ def test_the_engines_threads_are_set_before_its_first_import() -> None:
     environment = engine_environment(load_config(["--threads", "3"]).config)
     assert {environment[name] for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")} == {"3"}
     assert environment["PATH"] == os.environ["PATH"]
+
+
+def test_what_torch_compiles_is_kept_with_the_other_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    config = load_config(["--cache-dir", str(tmp_path)]).config
+    assert engine_environment(config)["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/inductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    assert engine_environment(config)["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
