@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +79,10 @@ class Graphs:
     _pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
 
     def capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """Run once, so that everything is loaded and compiled, then capture; the stream must be torch's current one."""
+        """Run once, so that everything is loaded and compiled, then capture; the stream must be torch's current one.
+
+        Raises RuntimeError if the step cannot be captured, for instance since it waits for the GPU half-way.
+        """
         began = time.perf_counter()
         run()
         self.stream.synchronize()
@@ -88,8 +92,11 @@ class Graphs:
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             run()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # the reason is what `run` raised
+                graph.capture_end()
+            raise
+        graph.capture_end()
         self._captured.append(graph)
         log.debug("captured a step", seconds=round(time.perf_counter() - began, 2))
         return graph

@@ -10,18 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
+import structlog
 import torch
 
 from inferd.core.ports import StepInput
 from inferd.model.cuda_attention import CUDA_ATTENTION_NAME, LongSteps, ShortSteps, StepAttention, stepping
 from inferd.model.cuda_graphs import DECODE_SIZES, MIN_ROWS, MIXED_SIZES, CompiledForward, Graphs, ladder
 from inferd.model.cuda_steps import Room, StepBuffers, chunks_of, short_first, shorts_of
+from inferd.model.cuda_tokens import DEPTH, Launched, TokenRing, device_errors
 from inferd.model.load import ServedModel
 from inferd.sampler import Row
-from inferd.surroundings import DeviceLostError
 from pagekernels.cuda.decode import DecodeLayer
 from pagekernels.cuda.decode_shape import MAX_QUERY_TOKENS
 from pagekernels.cuda.device import CudaDevice
@@ -29,7 +28,8 @@ from pagekernels.cuda.ops import CudaOps
 from pagekernels.cuda.sampling import GpuSampler
 from pagekernels.layout import PagedLayout
 
-DEPTH = 2
+log = structlog.get_logger(__name__)
+
 MAX_CAPTURED_TOKENS = 256
 """Mixed steps of more tokens are bound by arithmetic, not by launches."""
 
@@ -56,42 +56,6 @@ class DevicePool:
 
     address: int
     layout: PagedLayout
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step on the GPU; `ended` is recorded behind the copy of its tokens into `host`."""
-
-    host: Any
-    count: int
-    began: Any
-    ended: Any
-
-    @property
-    def forward_s(self) -> float:
-        """Seconds that the step took on the GPU, sampling included, which is part of the same graph."""
-        return float(self.ended.time_since(self.began)) / 1e3
-
-    def tokens(self) -> list[int]:
-        """See inferd.surroundings.Pending."""
-        with device_errors():
-            self.ended.synchronize()
-        tokens: list[int] = self.host[: self.count].tolist()
-        return tokens
-
-
-class device_errors:  # noqa: N801 (a context manager reads like a function)
-    """After an error of the driver the context is of no more use."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        if error is None or isinstance(error, torch.cuda.OutOfMemoryError):
-            return
-        name = type(error).__name__
-        if isinstance(error, torch.AcceleratorError) or type(error).__module__.startswith("pycuda"):
-            raise DeviceLostError(f"{name}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +97,7 @@ class CudaRunner:
         rows = max(MIN_ROWS, limits.max_num_seqs)
         with torch.cuda.stream(self._stream):
             self._tokens = torch.zeros(rows, dtype=torch.int32, device=served.model.device)
-        self._ring = _TokenRing(device, rows)
+        self._ring = TokenRing(device, rows)
         self._sampler: GpuSampler | None = None
         self._graphs = Graphs(self._stream)
         self._rungs: list[Rung] = []
@@ -162,8 +126,7 @@ class CudaRunner:
             self._stream.synchronize()
             tell(f"ready to capture after {time.perf_counter() - began:.1f} s")
             if self._limits.graphs:
-                for room in self._rooms():
-                    self._capture(room)
+                self._capture_all()
             self._stream.synchronize()
         tell(f"captured {len(self._rungs)} sizes; {time.perf_counter() - began:.1f} s in all")
 
@@ -187,6 +150,19 @@ class CudaRunner:
             for size in ladder(MIXED_SIZES, most)
         ]
         return decodes + mixed
+
+    def _capture_all(self) -> None:
+        """A model that does what no graph can hold (experts that are chosen on the host) runs without graphs."""
+        try:
+            for room in self._rooms():
+                self._capture(room)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            why = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            log.warning("steps of this model cannot be captured, so they are launched kernel by kernel", why=why)
+            self._rungs.clear()
+            self._graphs.drop()
 
     def _capture(self, room: Room) -> None:
         buffers = StepBuffers(self._device, room)
@@ -233,39 +209,6 @@ class CudaRunner:
 
 
 NOTHING = StepInput([], [], [], [], [], [], [])
-
-
-class _TokenRing:
-    """Pinned memory for the tokens of the steps in flight, and their events. One more than may be in flight."""
-
-    def __init__(self, device: CudaDevice, rows: int) -> None:
-        flags = device.api.event_flags.BLOCKING_SYNC
-        self._slots = [
-            _Slot(device, device.api.pagelocked_empty(rows, np.int32), device.api.Event(flags), device.api.Event(flags))
-            for _ in range(DEPTH + 1)
-        ]
-        self._turn = 0
-
-    def begin(self) -> _Slot:
-        """The next slot, its first event recorded."""
-        self._turn = (self._turn + 1) % len(self._slots)
-        slot = self._slots[self._turn]
-        slot.began.record(slot.device.stream)
-        return slot
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    device: CudaDevice
-    host: Any
-    began: Any
-    ended: Any
-
-    def end(self, tokens: int, count: int) -> Launched:
-        if count:
-            self.device.api.memcpy_dtoh_async(self.host[:count], tokens, self.device.stream)
-        self.ended.record(self.device.stream)
-        return Launched(self.host, count, self.began, self.ended)
 
 
 def decode_layers(served: ServedModel) -> dict[int, DecodeLayer]:
