@@ -1,9 +1,9 @@
-"""`python kernels/bench/decode_cuda.py [--streams 8 --slots 24 --min-items 8 ...]`: decode attention of one layer.
+"""`python kernels/bench/decode_cuda.py [--beside fa3|flashinfer] [--json FILE]`: decode attention of one layer.
 
-Microseconds of the whole call with a cold L2 cache (a 256 MiB buffer is zeroed before each), median; batch x context
-with block 16, head_dim 128, shuffled tables, beside a kernel that only reads as many bytes. The planner, once a step
-and not once a layer, is timed apart. With --peers FILE, lines of JSON as the peers' own scripts print them, ratios to
-the better of them. `--trace` prints where the time of a cell goes.
+Microseconds of the whole call with a cold L2 cache (a 512 MiB buffer is zeroed before each), medians of calls that
+take turns: ours, a peer's, and a kernel that only reads as many bytes; block 16, head_dim 128, bf16, shuffled tables.
+Planners, once a step and not once a layer, are timed apart. A peer must be importable (PYTHONPATH), one at a time;
+`--report FILE FILE` prints the table of both runs. `--trace` tells where the time of a cell goes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import torch
 import triton
 import triton.language as tl
+from decode_peers import PEERS, Peer
 
 from pagekernels.cuda.decode import DecodeLayer, TunedDecode, Tuning
 from pagekernels.cuda.device import CudaDevice, open_device
@@ -45,7 +46,7 @@ class Timer:
     def __init__(self, device: CudaDevice, repeats: int) -> None:
         self.stream = torch.cuda.ExternalStream(device.stream_handle)
         self.repeats = repeats
-        self.filler = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+        self.filler = torch.empty(512 << 20, dtype=torch.int8, device="cuda")
 
     def __call__(self, *calls) -> list[float]:
         """Microseconds of each call; they take turns."""
@@ -110,7 +111,7 @@ def trace(cell: Cell, tuning: Tuning, timer: Timer) -> str:
     stamps = torch.zeros(1024, 4, dtype=torch.int64, device="cuda")
     decode = cell.kernel(Tuning(**{**{f: getattr(tuning, f) for f in tuning.__slots__}, "extra": ("TRACE",)}))
     timer(cell.call(decode, stamps.data_ptr()))
-    used = stamps[stamps[:, 3] > 0].double() / 1e3
+    used = stamps[stamps[:, 1] > 0].double() / 1e3
     used -= used[:, 0].min()
     low, mid, high = used.min(0).values, used.median(0).values, used.max(0).values
     names = ("begin", "first tile", "last tile", "end")
@@ -119,14 +120,47 @@ def trace(cell: Cell, tuning: Tuning, timer: Timer) -> str:
     )
 
 
-def peers(path: Path | None) -> dict[tuple[int, int, int, int], float]:
-    """The better peer's microseconds by (q heads, KV heads, batch, context)."""
-    best: dict[tuple[int, int, int, int], float] = {}
-    for line in path.read_text().splitlines() if path else ():
-        if line.startswith("{") and (row := json.loads(line)).get("dt") == "bf16" and "us" in row:
-            key = (row["hq"], row["hkv"], row["B"], row["ctx"])
-            best[key] = min(best.get(key, 1e9), row["us"])
-    return best
+def measure(device: CudaDevice, args: argparse.Namespace) -> None:
+    """A line per cell, and the same as JSON into args.json."""
+    timer = Timer(device, args.repeats)
+    tuning = Tuning(streams=args.streams, slots=args.slots, min_items=args.min_items, ctas=args.ctas)
+    print(f"{torch.cuda.get_device_name()}; us: ours, {args.beside or 'no peer'}, plain read, our planner, its planner")
+    rows = []
+    for heads, (batch, context) in itertools.product(SHAPES, CELLS):
+        cell = Cell(device, heads, batch, context)
+        decode = cell.kernel(tuning)
+        with torch.cuda.stream(timer.stream):
+            peer = PEERS[args.beside](heads, batch, context) if args.beside else Peer(lambda: None, lambda: None)
+        calls = (cell.call(decode), peer.attend, cell.read(), lambda d=decode, c=cell: d.plan(c.step))
+        times = [*timer(*calls), *(Timer(device, 5)(peer.plan) if args.beside else [0.0])]
+        rows.append({"heads": heads, "batch": batch, "context": context, "peer": args.beside, "us": times})
+        print(f"{heads[0]}q/{heads[1]}kv {batch:4} x {context:6} ", *(f"{us:8.2f}" for us in times), flush=True)
+        if args.trace:
+            print("   ", trace(cell, tuning, timer))
+        decode.close()
+        del cell, peer, calls
+        torch.cuda.empty_cache()
+    if args.json:
+        args.json.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def report(paths: list[Path]) -> None:
+    """Markdown: every cell against the better peer, each ratio taken within one run."""
+    cells: dict[tuple[int, ...], dict[str, list[float]]] = {}
+    for path in paths:
+        for row in map(json.loads, path.read_text().splitlines()):
+            cells.setdefault((*row["heads"], row["batch"], row["context"]), {})[row["peer"]] = row["us"]
+    print("| q/kv heads | batch x context | ours, us | FA3 | FlashInfer | ratio to the better | plain read | of it |")
+    print("|---|---|---|---|---|---|---|---|")
+    for (hq, hkv, batch, context), by_peer in cells.items():
+        ratio = max(us[0] / us[1] for us in by_peer.values())
+        ours, read = (median(us[i] for us in by_peer.values()) for i in (0, 2))
+        peers = " | ".join(f"{by_peer[name][1]:.1f}" if name in by_peer else "" for name in ("fa3", "flashinfer"))
+        beside = f"{peers} | {ratio:.3f} | {read:.1f} | {read / ours:.3f}"
+        print(f"| {hq}/{hkv} | {batch} x {context} | {ours:.1f} | {beside} |")
+    for name, number in (("our planner", 3), ("a peer's planner", 4)):
+        values = [us[number] for by_peer in cells.values() for us in by_peer.values()]
+        print(f"{name}: {min(values):.0f} to {max(values):.0f} us, once a step")
 
 
 def arguments() -> argparse.Namespace:
@@ -136,31 +170,25 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--min-items", type=int, default=Tuning().min_items)
     parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--beside", choices=sorted(PEERS))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--report", type=Path, nargs="+")
     parser.add_argument("--trace", action="store_true")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure, or print a table of what was measured."""
     args = arguments()
+    if args.report:
+        report(args.report)
+        return
+    torch.zeros(1, device="cuda")  # torch first: both use the primary context
     device = open_device(0)
-    timer = Timer(device, args.repeats)
-    tuning = Tuning(streams=args.streams, slots=args.slots, min_items=args.min_items, ctas=args.ctas)
-    better = peers(args.peers)
-    print(f"{torch.cuda.get_device_name()}, us: ours, planner, plain read, ours of plain read; better peer, ours of it")
-    for heads, (batch, context) in itertools.product(SHAPES, CELLS):
-        cell = Cell(device, heads, batch, context)
-        decode = cell.kernel(tuning)
-        ours, planner, read = timer(cell.call(decode), lambda d=decode, c=cell: d.plan(c.step), cell.read())
-        peer = better.get((*heads, batch, context))
-        beside = f"{peer:8.1f} {ours / peer:6.3f}" if peer else ""
-        name = f"{heads[0]}q/{heads[1]}kv {batch:4} x {context:6}"
-        print(f"{name} {ours:8.2f} {planner:6.1f} {read:8.2f} {read / ours:6.3f} {beside}")
-        if args.trace:
-            print("   ", trace(cell, tuning, timer))
-        decode.close()
-    device.close()
+    try:
+        measure(device, args)
+    finally:
+        device.close()
 
 
 if __name__ == "__main__":

@@ -38,6 +38,10 @@ __device__ void compute_all(const DecodeParams& p, Shared& shared, int warp, int
     barrier_wait(&shared.segment_full[at], number / kSegments & 1);
     const Segment segment = shared.segments[at];
     if (segment.stop) break;
+#ifdef TRACE
+    if (number == 0 && warp == 0) barrier_wait(&shared.full[0], 0);
+    if (number == 0 && threadIdx.x == 0) p.trace[blockIdx.x * 4 + 1] = now();
+#endif
     if (segment.begins_range) {  // which warp takes a tile depends on its place in the range alone
       item = segment.first_item + warp / kQueryTiles;
       ring = {item % kSlots, static_cast<uint32_t>(item / kSlots & 1)};
@@ -72,13 +76,9 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1) decode(const __gr
     load_all(p, shared, own, lane);
   } else {
     sync_start();
-#ifdef TRACE
-    if (warp == 0) barrier_wait(&shared.full[0], 0);
-    if (threadIdx.x == 0) p.trace[blockIdx.x * 4 + 1] = now();
-#endif
     compute_all(p, shared, warp, lane);
   }
 #ifdef TRACE
-  if (threadIdx.x == 0) p.trace[blockIdx.x * 4 + 3] = now();
+  if (threadIdx.x == 0) p.trace[blockIdx.x * 4 + 3] = now();  // of a CTA without work it is about the first stamp
 #endif
 }

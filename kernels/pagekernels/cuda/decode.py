@@ -26,7 +26,7 @@ MAX_RANGES = 1023
 """Limits of plan.cuh."""
 
 _RANGE_BYTES, _SEQUENCE_BYTES, _KIND_BYTES = 256, 32, 48
-_PLAN_SHARED_BYTES = MAX_SEQUENCES * (32 + 4 + 16) + 16 + 8 + (MAX_RANGES + 1) * 24 + 256 + 64
+_PLAN_SHARED_BYTES = MAX_SEQUENCES * (32 + 4 + 16) + 16 + 8 + (MAX_RANGES + 1) * 24 + 33 * 32 + 64
 _PLAN_THREADS = 1024
 
 
@@ -189,5 +189,6 @@ class TunedDecode:
 
         memory = driver.mem_alloc(size)
         self._memory.append(memory)
-        driver.memcpy_htod(memory, content or bytes(size))
+        # On our stream, which waits for no other: a plain copy may return before the bytes are on the device.
+        driver.memcpy_htod_async(memory, content or bytes(size), self._device.stream)
         return int(memory)

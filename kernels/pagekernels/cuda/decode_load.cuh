@@ -18,7 +18,7 @@ struct Walk {
 struct RangeInfo {
   int range, items;
   Sharers first_pair, last_pair;
-  int ctas, ranges;
+  int ctas, ranges, all_items;
 };
 
 // The range after this one, being asked for while this one is loaded.
@@ -214,7 +214,7 @@ __device__ __forceinline__ RangeInfo begin_range(const DecodeParams& p, Walk& wa
   walk.entries = next.entries;
   walk.first_block = walk.tile / kTilesPerBlock;
   if (walk.left) walk.ahead = load_ahead(walk, lane);
-  return {next.range, walk.left, {word(4), word(5)}, {word(6), word(7)}, word(16), word(17)};
+  return {next.range, walk.left, {word(4), word(5)}, {word(6), word(7)}, word(16), word(17), word(18)};
 }
 
 __device__ __forceinline__ void publish(const DecodeParams& p, Shared& shared, const Segment& segment, int number,
@@ -240,7 +240,7 @@ __device__ void load_all(const DecodeParams& p, Shared& shared, Next next, int l
       const int end = min(walk.sequence.last_tile, walk.tile + walk.left);
       const Segment segment = describe(walk, info, end, item);
       publish(p, shared, segment, number++, lane);
-      const uint64_t policy = item < HINT_TILES ? streamed : normal;
+      const uint64_t policy = info.all_items <= kStreamedTiles ? streamed : normal;
       load_segment(p, shared, walk, next, info, ring, end, segment.head, policy, lane);
       walk.left -= end - walk.tile, item += end - walk.tile;
       next_pair(walk, lane);

@@ -92,7 +92,7 @@ __device__ __forceinline__ void sum_streams(const DecodeParams& p, const Shared&
 __device__ __forceinline__ void merge_warps(const DecodeParams& p, Shared& shared, Softmax& state,
                                             const Segment& segment, int warp, int lane) {
   const int query_tile = warp % kQueryTiles, g = lane >> 2, t = lane & 3;
-  if (kFp8 && state.fp8_order) reorder(state.out, false, lane);
+  if (kFp8Order && state.fp8_order) reorder(state.out, false);
   float scale[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

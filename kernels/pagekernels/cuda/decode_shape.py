@@ -32,10 +32,10 @@ class Tuning:
     slots      K and V tiles in shared memory
     min_items  tiles of K and V that are worth a thread block of its own; at least 4
     ctas       thread blocks
-    spare      64ths of the tiles that go, in short ranges, to whoever is done first
+    spare      64ths of the tiles that go, in short ranges, to whoever is done first; at most 48
     spare_from tiles a thread block must have for that
     spare_items tiles of such a range
-    evict      K and V pass the L2 cache as the first to be evicted
+    evict      K and V pass the L2 cache as the first to be evicted, where that was seen to gain (decode_async.cuh)
     mixed      FP8 blocks may be met
     extra      further macros, for measuring
     """
@@ -44,7 +44,7 @@ class Tuning:
     slots: int | None = None
     min_items: int = 8
     ctas: int | None = None
-    spare: int = 8
+    spare: int = 0
     spare_from: int = 96
     spare_items: int = 16
     evict: bool = True

@@ -134,8 +134,8 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& p, Shared& share
   const float v_scale = fp8 ? shared.info[slot].v_scale : 1.0f;
   const float shift = kF16 || fp8 ? kShift - (fp8 ? ilogbf(fmaxf(v_scale, 1e-20f)) : 0) : 0.0f;
   weigh(s, state, shift);
-  if (kFp8 && fp8 != state.fp8_order) {
-    reorder(state.out, fp8, lane);
+  if (kFp8Order && fp8 != state.fp8_order) {
+    reorder(state.out, fp8);
     state.fp8_order = fp8;
   }
   uint32_t weights[4];

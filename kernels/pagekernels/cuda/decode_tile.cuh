@@ -13,6 +13,7 @@ constexpr int kSteps = (kChunks + 3) / 4;     // j in 4 j + t
 constexpr int kFp8Steps = (kFp8Chunks + 3) / 4;
 constexpr bool kUpper = kRows > 8;            // rows g + 8 exist
 constexpr bool kQueriesInRegisters = kDim <= 128;
+constexpr bool kFp8Order = kFp8 && kDim <= 128;  // FP8 tiles leave `out` in an order of their own
 constexpr int kHeldSteps = kQueriesInRegisters ? kSteps : 1;
 
 using Scores = float[kScoreTiles][4];
@@ -112,22 +113,35 @@ __device__ __forceinline__ void native_values(float (&out)[kColumnTiles][4], con
 }
 
 // out += P V. A transposed pair of FP8 V is (d, d + 1) of one token, so column n of tile 2 c holds d 16 c + 2 n and of
-// tile 2 c + 1 d 16 c + 2 n + 1: another order than native_values, see reorder.
+// tile 2 c + 1 d 16 c + 2 n + 1: another order than native_values, see reorder. Heads too large to reorder in registers
+// have their values brought into the native order by shuffles instead.
 __device__ __forceinline__ void fp8_values(float (&out)[kColumnTiles][4], const uint32_t (&weights)[4], uint32_t tile,
                                            int lane) {
-  const int row = lane & (kTile - 1);
+  const int row = lane & (kTile - 1), half = (lane >> 3 << 2) | (lane & 3);
+  const uint32_t pick = lane & 4 ? 0x4431 : 0x4420;  // bytes of d 2 n + 1, of d 2 n
 #pragma unroll
   for (int c = 0; c < kFp8Chunks; ++c) {
-    uint32_t v[kScoreTiles];
+    uint32_t v[kScoreTiles], even[kScoreTiles], odd[kScoreTiles];
     load_transposed(v, tile + row * kDim + (c ^ swizzle<kDim>(row)) * 16);
-    const uint32_t first = __byte_perm(v[0], 0, 0x3120), second = __byte_perm(v[kScoreTiles - 1], 0, 0x3120);
-    mma_tokens<true>(out[2 * c], weights, half_pair_of_fp8(first), half_pair_of_fp8(second));
-    mma_tokens<true>(out[2 * c + 1], weights, half_pair_of_fp8(first >> 16), half_pair_of_fp8(second >> 16));
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+      if (kFp8Order) {
+        const uint32_t parted = __byte_perm(v[n], 0, 0x3120);
+        even[n] = half_pair_of_fp8(parted), odd[n] = half_pair_of_fp8(parted >> 16);
+      } else {
+        even[n] = half_pair_of_fp8(__byte_perm(__shfl_sync(~0u, v[n], half), 0, pick));
+        odd[n] = half_pair_of_fp8(__byte_perm(__shfl_sync(~0u, v[n], half + 16), 0, pick));
+      }
+    }
+    mma_tokens<true>(out[2 * c], weights, even[0], even[kScoreTiles - 1]);
+    mma_tokens<true>(out[2 * c + 1], weights, odd[0], odd[kScoreTiles - 1]);
   }
 }
 
 // Between the two orders of d in `out`: a lane's (2t, 2t+1 | 8+2t, 9+2t) of 16 against (4t, 4t+2 | 4t+1, 4t+3).
-__device__ __forceinline__ void reorder(float (&out)[kColumnTiles][4], bool to_fp8, int lane) {
+__device__ __forceinline__ void reorder(float (&out)[kColumnTiles][4], bool to_fp8) {
+  int lane;  // asked for anew: what follows from it must not be kept in registers from one call to the next
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   const int t = lane & 3, quad = lane & ~3;
 #pragma unroll
   for (int c = 0; c < kColumnTiles; c += 2)

@@ -26,35 +26,48 @@ struct Place {
   int index, pair, tile;
 };
 
+struct Sums {
+  long long count, pairs, tiles, weight;
+};
+
 struct Shared {
   Sequence list[kMaxSequences];
   int weight[kMaxSequences];                  // of one pair
   long long weight_before[kMaxSequences + 1];  // of all pairs of the sequences before
   long long tiles_before[kMaxSequences + 1];
-  long long pairs;
   Place places[kMaxRanges + 1];
-  long long scan[kThreads / 32];
+  Sums scan[kThreads / 32], all;
   int count, uneven, ctas, ranges;
 };
 
-// Exclusive sum over the CTA's threads in their order; `total` of all.
-__device__ long long scan(Shared& shared, long long value, long long& total) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  long long sum = value;
+__device__ Sums operator+(const Sums& a, const Sums& b) {
+  return {a.count + b.count, a.pairs + b.pairs, a.tiles + b.tiles, a.weight + b.weight};
+}
+
+__device__ Sums sum_up_to_lane(Sums x) {
   for (int d = 1; d < 32; d *= 2) {
-    const long long other = __shfl_up_sync(~0u, sum, d);
-    if (lane >= d) sum += other;
+    const Sums other = {__shfl_up_sync(~0u, x.count, d), __shfl_up_sync(~0u, x.pairs, d),
+                        __shfl_up_sync(~0u, x.tiles, d), __shfl_up_sync(~0u, x.weight, d)};
+    if ((threadIdx.x & 31) >= d) x = x + other;
+  }
+  return x;
+}
+
+// Sums over the CTA's threads before this one, in their order; shared.all gets those of all.
+__device__ Sums sum_before(Shared& shared, const Sums& own) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const Sums in_warp = sum_up_to_lane(own);
+  if (lane == 31) shared.scan[warp] = in_warp;
+  __syncthreads();
+  if (warp == 0) {
+    const Sums upto = sum_up_to_lane(shared.scan[lane]);
+    shared.scan[lane] = upto;
+    if (lane == 31) shared.all = upto;
   }
   __syncthreads();
-  if (lane == 31) shared.scan[warp] = sum;
-  __syncthreads();
-  long long before = 0;
-  total = 0;
-  for (int w = 0; w < kThreads / 32; ++w) {
-    if (w == warp) before = total;
-    total += shared.scan[w];
-  }
-  return before + sum - value;
+  const Sums before = warp ? shared.scan[warp - 1] : Sums{};
+  return {before.count + in_warp.count - own.count, before.pairs + in_warp.pairs - own.pairs,
+          before.tiles + in_warp.tiles - own.tiles, before.weight + in_warp.weight - own.weight};
 }
 
 __device__ Sequence read_sequence(const PlanParams& p, const Kind& kind, int row) {
@@ -97,46 +110,48 @@ __device__ int tiles_within(const PlanParams& p, const Kind& kind, const Sequenc
   return s.last_tile - s.first_tile;
 }
 
+// What a pair of each sequence weighs, by its row.
+__device__ void weigh_rows(const PlanParams& p, const Kind& kind, Shared& shared, const Sequence& own) {
+  shared.list[threadIdx.x] = own;
+  __syncthreads();
+  for (int row = threadIdx.x >> 5; row < p.sequences; row += kThreads / 32) {
+    int sum = 0;
+    tiles_within(p, kind, shared.list[row], 1 << 30, sum);
+    if ((threadIdx.x & 31) == 0) shared.weight[row] = sum;
+  }
+  __syncthreads();
+}
+
 // The list of sequences with work, their weights, and the sums of both before each.
 __device__ void list_sequences(const PlanParams& p, const Kind& kind, Shared& shared) {
-  const Sequence s = read_sequence(p, kind, threadIdx.x);
-  long long count, tiles, weight;
-  const int index = static_cast<int>(scan(shared, s.pairs > 0, count));
-  if (s.pairs > 0) shared.list[index] = s;
-  if (threadIdx.x == 0) shared.count = static_cast<int>(count), shared.uneven = 0;
-  __syncthreads();
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  for (int i = warp; kind.native_weight && i < count; i += kThreads / 32) {
-    int sum = 0;
-    const int tiles_all = tiles_within(p, kind, shared.list[i], 1 << 30, sum);
-    if (lane == 0) shared.weight[i] = tiles_all ? sum : 0;
+  const Sequence own = read_sequence(p, kind, threadIdx.x);
+  const long long length = own.last_tile - own.first_tile;
+  int weight = static_cast<int>(length);
+  if (kind.native_weight) {
+    weigh_rows(p, kind, shared, own);
+    if (threadIdx.x < p.sequences) weight = shared.weight[threadIdx.x];
   }
-  __syncthreads();
-  const bool mine = threadIdx.x < count;
-  const Sequence own = mine ? shared.list[threadIdx.x] : Sequence{};
-  const int length = own.last_tile - own.first_tile;
-  const int own_weight = mine && kind.native_weight ? shared.weight[threadIdx.x] : length;
-  const long long tiles_before = scan(shared, (long long)length * own.pairs, tiles);
-  const long long weight_before = scan(shared, (long long)own_weight * own.pairs, weight);
-  long long pairs;
-  scan(shared, own.pairs, pairs);
-  if (mine) {
-    shared.weight[threadIdx.x] = own_weight;
-    shared.tiles_before[threadIdx.x] = tiles_before, shared.weight_before[threadIdx.x] = weight_before;
+  const Sums before = sum_before(shared, {own.pairs > 0, own.pairs, own.pairs * length, (long long)own.pairs * weight});
+  if (own.pairs > 0) {
+    shared.list[before.count] = own, shared.weight[before.count] = weight;
+    shared.tiles_before[before.count] = before.tiles, shared.weight_before[before.count] = before.weight;
   }
-  if (threadIdx.x == 0) shared.tiles_before[count] = tiles, shared.weight_before[count] = weight, shared.pairs = pairs;
+  const int count = static_cast<int>(shared.all.count);
+  if (threadIdx.x == 0)
+    shared.count = count, shared.tiles_before[count] = shared.all.tiles, shared.weight_before[count] = shared.all.weight;
   __syncthreads();
-  if (mine && own_weight != shared.weight[0]) shared.uneven = 1;
-  __syncthreads();
+  const bool other = __syncthreads_or(own.pairs > 0 && weight != shared.weight[0]);
+  if (threadIdx.x == 0) shared.uneven = other;
 }
 
 // How many CTAs work: each has enough to do, and where all pairs are equal the cuts fall on their borders if fewer CTAs
 // can be had for that: what no two CTAs share needs no joining.
 __device__ int choose_ctas(const Kind& kind, const Shared& shared) {
-  const long long tiles = shared.tiles_before[shared.count], pairs = shared.pairs;
+  const long long tiles = shared.all.tiles;
+  const unsigned pairs = static_cast<unsigned>(shared.all.pairs);
   const int wanted = static_cast<int>(min((long long)kind.ctas, max(tiles ? 1LL : 0LL, tiles / kind.min_items)));
   if (shared.uneven || wanted == 0) return wanted;
-  for (int ctas = wanted; ctas * 16 > wanted * 15; --ctas)
+  for (unsigned ctas = wanted; ctas * 16 > wanted * 15u; --ctas)
     if (ctas % pairs == 0 || pairs % ctas == 0) return ctas;
   return wanted;
 }
@@ -220,6 +235,7 @@ __device__ Place find_pair(const Shared& shared, long long tile) {
 __device__ void write_records(const PlanParams& p, const Kind& kind, const Shared& shared, Range* plans) {
   for (int c = threadIdx.x; c < max(kind.ctas, shared.ranges); c += kThreads) {
     plans[c].items = 0, plans[c].ctas = shared.ctas, plans[c].ranges = shared.ranges;
+    plans[c].all_items = static_cast<int>(min(shared.all.tiles, 0x7fffffffLL));
     if (c >= shared.ranges) continue;
     const Place& place = shared.places[c];
     const Place last = find_pair(shared, shared.places[c + 1].tiles - 1);

@@ -37,7 +37,8 @@ struct Range {
   Sharers first_pair, last_pair;
   Sequence sequence;  // a copy of the first sequence
   int ctas, ranges;   // in use
-  int reserved[14];
+  int all_items;      // tiles of all ranges
+  int reserved[13];
   uint32_t entries[kPlanEntries];  // of the first sequence's table, from the first tile's block on
 };
 static_assert(sizeof(Sequence) == 32 && sizeof(Range) == 256, "decode.py sizes the workspace by these");
