@@ -34,6 +34,7 @@ class BlockMoves:
         self._device, self._slabs, self._layout = device, tuple(slabs), layout
         self._packed = pack_slabs(slabs)
         self._places = [pack_layer(layout, layer) for layer in range(len(layout.layers))]
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
         self._copy = device.kernel("move.cu", "copy_blocks", {})
         for layer in range(len(layout.layers)):  # what models ask for is ready before anyone waits
             for source in ("append", "gather"):
@@ -98,10 +99,11 @@ class BlockMoves:
                     raise ValueError(f"entry {entry:#010x} is in a slab that is not mapped: {len(self._slabs)} are")
 
     def _kernel(self, name: str, layer: int, element: int, *, aligned: bool) -> Kernel:
-        shape = self._layout.layers[layer]
-        return self._device.kernel(
-            f"{name}.cu", name, move_defines(name, self._layout, shape, element, aligned=aligned)
-        )
+        key = (name, layer, element, aligned)
+        if key not in self._kernels:
+            macros = move_defines(name, self._layout, self._layout.layers[layer], element, aligned=aligned)
+            self._kernels[key] = self._device.kernel(f"{name}.cu", name, macros)
+        return self._kernels[key]
 
 
 def move_defines(name: str, layout: PagedLayout, shape: Any, element: int, *, aligned: bool) -> dict[str, int | str]:

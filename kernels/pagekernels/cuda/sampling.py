@@ -136,7 +136,7 @@ class GpuSampler:
         }
         size = sum(_SCRATCH) * max_rows
         self._memory: Any = driver.mem_alloc(size)
-        driver.memset_d8(self._memory, 0, size)
+        driver.memset_d8_async(self._memory, 0, size, device.stream)  # which waits for no other stream
         self._work = self._addresses(int(self._memory))
 
     def _addresses(self, base: int) -> tuple[int, ...]:
