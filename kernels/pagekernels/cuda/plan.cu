@@ -149,7 +149,9 @@ __device__ void list_sequences(const PlanParams& p, const Kind& kind, Shared& sh
 __device__ int choose_ctas(const Kind& kind, const Shared& shared) {
   const long long tiles = shared.all.tiles;
   const unsigned pairs = static_cast<unsigned>(shared.all.pairs);
-  const int wanted = static_cast<int>(min((long long)kind.ctas, max(tiles ? 1LL : 0LL, tiles / kind.min_items)));
+  long long enough = max(tiles ? 1LL : 0LL, tiles / kind.min_items);
+  if (enough > 16LL * pairs) enough = max(16LL * pairs, tiles * 2 / (kind.min_items * 3));  // joining many takes longer
+  const int wanted = static_cast<int>(min((long long)kind.ctas, enough));
   if (shared.uneven || wanted == 0) return wanted;
   for (unsigned ctas = wanted; ctas * 16 > wanted * 15u; --ctas)
     if (ctas % pairs == 0 || pairs % ctas == 0) return ctas;
