@@ -41,7 +41,8 @@ def test_weights_that_change_while_they_are_read_are_not_served_under_either_nam
         with pytest.raises(PagepoolError, match="changed while they were read; start again"):
             engine_setup.load(setup, folder, cache, print)
     else:
-        assert engine_setup.load(setup, folder, cache, print) == ("a model", digest(folder, cache))
+        expected: Any = ("a model", digest(folder, cache))
+        assert engine_setup.load(setup, folder, cache, print) == expected
 
 
 @pytest.mark.parametrize(
