@@ -1,14 +1,13 @@
 """`make bench-gpu`: two workers on one pool of a GPU, beside vLLM on the same GPU.
 
 A model of Qwen2.5-7B's shape with random bfloat16 weights; memd, both workers and the clients are processes of their
-own, over Unix sockets. vLLM, if there is one, runs first, alone, on the same config. Every figure is printed beside its
+own, over Unix sockets. vLLM, if there is one, measures first, on the same config. Every figure is printed beside its
 bound, and a miss is said.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import random
@@ -26,32 +25,17 @@ import daemons
 from gpu_sharing import report_memory, report_sharing, used_mb
 from random_model import SHAPES, write_config
 from stream_clients import StreamClients, longest_gap_ms, step_ms, stream_clients
+from vllm_beside import Vllm, vllm
 
+from pagepool.inferd.v1.generation_service_pb2 import EngineCounters
 from pagepool_client import InferenceClient
 
 PARTS = ("vllm", "decode", "prefill", "sharing")
 PROMPT, NEW = 512, 128
-REPEATS = 3
 COUNTERS_S = 1.2
 """The engine tells its counters once a second."""
 CLIENT_PROCESSES = 8
 BOUNDS = {"decode": 1.03, "prefill": 1.15, "prefix_hit": 1.2, "start_s": 25.0}
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """What vLLM took, by case; empty if it was not asked."""
-
-    seconds: dict[tuple[str, int], float]
-
-    def beside(self, case: str, size: int, seconds: float, bound: float) -> str:
-        """Our figure beside vLLM's of the same run."""
-        theirs = self.seconds.get((case, size))
-        if theirs is None:
-            return "(no vLLM in this run)"
-        ratio = seconds / theirs
-        miss = "" if ratio <= bound else "; MISSED"
-        return f"vLLM {theirs * 1e3:8.2f} ms   ratio {ratio:.3f}   (bound: at most {bound}{miss})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,38 +57,6 @@ class Prompts:
         return [[self._source.randrange(self._vocab - 1) for _ in range(length)] for _ in range(count)]
 
 
-def run_vllm(python: str, folder: Path, options: argparse.Namespace) -> Peer:
-    """Figures of vLLM; those of a vLLM that cannot be started are missing, which is said."""
-    batches = ",".join(map(str, options.batches))
-    words = [
-        str(Path(__file__).parent / "vllm_peer.py"),
-        str(folder),
-        "--batches",
-        batches,
-        "--long",
-        str(options.long),
-    ]
-    found: dict[tuple[str, int], float] = {}
-    log = folder / "vllm.log"
-    with (
-        log.open("wb") as errors,
-        subprocess.Popen([*shlex.split(python), *words], stdout=subprocess.PIPE, stderr=errors, text=True) as process,
-    ):
-        assert process.stdout
-        for line in process.stdout:
-            if not line.startswith("{"):
-                continue
-            case = json.loads(line)
-            print(f"vLLM alone: {line.strip()}", flush=True)
-            if case["case"] == "decode":
-                found["decode", case["batch"]] = case["ms_per_step"] / 1e3
-            elif case["case"] != "start":
-                found[case["case"], case["tokens"]] = case["s"]
-    if process.returncode:
-        print(f"vLLM ended with {process.returncode}; its last words: {log.read_text()[-600:]}")
-    return Peer(found)
-
-
 @contextmanager
 def worker(place: Path, name: str, prompt: Sequence[int], flags: Sequence[str]) -> Iterator[Worker]:
     """A worker, its caches those of the place: cold for the first one, warm for the next."""
@@ -119,28 +71,37 @@ def worker(place: Path, name: str, prompt: Sequence[int], flags: Sequence[str]) 
         yield Worker(client, time.perf_counter() - begin)
 
 
-def report_decode(clients: StreamClients, client: InferenceClient, prompts: Prompts, batch: int, peer: Peer) -> None:
-    """A decode step of one batch: at the clients, and in the engine while the prompts are found in the pool."""
-    asked = prompts.take(batch, PROMPT)
-    runs = [clients.run(client.target, asked, NEW)]
+def report_decode(
+    clients: StreamClients, client: InferenceClient, prompts: Prompts, options: argparse.Namespace, peer: Vllm
+) -> None:
+    """Decode steps of each batch: at the clients, and in the engine while the prompts are found in the pool."""
+    asked = {batch: prompts.take(batch, PROMPT) for batch in options.batches}
+    runs = {batch: [clients.run(client.target, asked[batch], NEW)] for batch in options.batches}
     time.sleep(COUNTERS_S)
     before = client.model().counters
-    runs += [clients.run(client.target, asked, NEW) for _ in range(REPEATS - 1)]
-    time.sleep(COUNTERS_S)
-    after = client.model().counters
+    for batch in options.batches:
+        runs[batch] += [clients.run(client.target, asked[batch], NEW) for _ in range(options.repeats - 1)]
+        time.sleep(COUNTERS_S)
+        after = client.model().counters
+        ours = statistics.median(map(step_ms, runs[batch]))
+        beside = peer.beside("decode", batch, ours / 1e3, BOUNDS["decode"])
+        print(f"decode step, batch {batch:4}, at the clients   {ours:8.3f} ms   {beside}")
+        gap = max(map(longest_gap_ms, runs[batch][1:]))
+        print(f"    {inside(before, after)}; longest gap of a stream {gap:.1f} ms", flush=True)
+        before = after
+
+
+def inside(before: EngineCounters, after: EngineCounters) -> str:
+    """What the engine says of the steps between two looks."""
     steps = after.steps - before.steps
 
     def each(name: str) -> float:
         return float(getattr(after, name).ToNanoseconds() - getattr(before, name).ToNanoseconds()) / steps / 1e6
 
-    ours = statistics.median(step_ms(run) for run in runs)
-    beside = peer.beside("decode", batch, ours / 1e3, BOUNDS["decode"])
-    print(f"decode step, batch {batch:4}, at the clients   {ours:8.3f} ms   {beside}")
-    gap = max(longest_gap_ms(run) for run in runs[1:])
-    print(
-        f"    in the engine {each('step_time'):.3f} ms a step, forward {each('forward_time'):.3f}, over {steps} steps; "
-        f"memd: {after.memd_unary_calls - before.memd_unary_calls} unary calls; longest gap of a stream {gap:.1f} ms",
-        flush=True,
+    calls = after.memd_unary_calls - before.memd_unary_calls
+    return (
+        f"in the engine {each('step_time'):.3f} ms a step, forward {each('forward_time'):.3f}, over {steps} steps with "
+        f"{calls} unary calls to memd"
     )
 
 
@@ -149,18 +110,20 @@ def first_token_s(clients: StreamClients, client: InferenceClient, prompts: Sequ
     return statistics.median(clients.run(client.target, [prompt], 1)[0].first_token_s for prompt in prompts)
 
 
-def report_prefill(clients: StreamClients, pair: Sequence[Worker], prompts: Prompts, length: int, peer: Peer) -> None:
+def report_prefill(
+    clients: StreamClients, pair: Sequence[Worker], prompts: Prompts, options: argparse.Namespace, peer: Vllm
+) -> None:
     """Time to the first token of a long prompt, of the same through the other worker, and through the same again."""
     first, other = (worker.client for worker in pair)
     for client in (first, other):  # long prompts of its own, so that neither meets the length for the first time
-        first_token_s(clients, client, prompts.take(1, length))
-    asked = prompts.take(REPEATS, length)
+        first_token_s(clients, client, prompts.take(1, options.long))
+    asked = prompts.take(options.repeats, options.long)
     computed = first_token_s(clients, first, asked)
-    beside = peer.beside("prefill", length, computed, BOUNDS["prefill"])
-    print(f"first token of {length} tokens, computed        {computed * 1e3:8.2f} ms   {beside}")
+    beside = peer.beside("prefill", options.long, computed, BOUNDS["prefill"])
+    print(f"first token of {options.long} tokens, computed        {computed * 1e3:8.2f} ms   {beside}")
     for label, client in (("through ANOTHER worker", other), ("through the same again", first)):
         found = first_token_s(clients, client, asked)
-        beside = peer.beside("prefix_hit", length, found, BOUNDS["prefix_hit"])
+        beside = peer.beside("prefix_hit", options.long, found, BOUNDS["prefix_hit"])
         print(f"    the same prompt {label}  {found * 1e3:8.2f} ms   {beside}", flush=True)
 
 
@@ -181,35 +144,33 @@ def report_start(label: str, seconds: float) -> None:
     print(f"worker, start to first token, {label} caches    {seconds:8.1f} s{bound}", flush=True)
 
 
-def measure_ours(folder: Path, options: argparse.Namespace, peer: Peer) -> None:
+def measure_ours(folder: Path, options: argparse.Namespace, peer: Vllm) -> None:
     """memd, one worker, a second one; each part with as many of them as it needs."""
     prompts = Prompts(SHAPES[options.shape]["vocab_size"])
     flags = ["--model", str(folder), "--max-num-seqs", str(max(options.batches))]
     flags += ["--max-batch-tokens", str(options.max_batch_tokens), *shlex.split(options.inferd_flags)]
-    used = [used_mb(0)]
     with ExitStack() as stack:
         place = stack.enter_context(daemons.folder())
         stack.push(last_words(place))
         clients = stack.enter_context(stream_clients(CLIENT_PROCESSES))
         pool = ("--device", options.device, "--pool-bytes", options.pool_bytes)
         memd, _ = stack.enter_context(daemons.memd(place, *pool))
-        used.append(used_mb(0))
         pair = [stack.enter_context(worker(place, "first", prompts.take(1, 16)[0], flags))]
-        used.append(used_mb(0))
         report_start("cold", pair[0].start_s)
+        if options.together:
+            peer.measure()
         if "decode" in options.only:
-            for batch in options.batches:
-                report_decode(clients, pair[0].client, prompts, batch, peer)
-        used.append(used_mb(0))
+            report_decode(clients, pair[0].client, prompts, options, peer)
+        alone = used_mb()
         if {"prefill", "sharing"} & set(options.only):
             pair.append(stack.enter_context(worker(place, "second", prompts.take(1, 16)[0], flags)))
             report_start("warm", pair[1].start_s)
         if "prefill" in options.only:
-            report_prefill(clients, pair, prompts, options.long, peer)
+            report_prefill(clients, pair, prompts, options, peer)
         if "sharing" in options.only:
             report_sharing(memd, [one.client for one in pair], prompts.take(1, options.long)[0])
-            report_memory(memd, [*used, used_mb(0)])
-        print(f"busiest client process: {clients.busiest:.0%} of a core, of {CLIENT_PROCESSES} processes")
+            report_memory(memd, options.used_before, alone, used_mb())
+        print(f"busiest client process: {clients.busiest:.0%} of a core, of {CLIENT_PROCESSES} processes", flush=True)
 
 
 def hardware() -> str:
@@ -239,7 +200,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pool-bytes", default="16GiB")
     parser.add_argument("--max-batch-tokens", type=int, default=8192)
     parser.add_argument("--inferd-flags", default="", help="further flags of both workers, as one word")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each case on either side")
     parser.add_argument("--vllm-python", default=sys.executable, help="command of a Python that can import vllm")
+    parser.add_argument("--vllm-memory", type=float, default=0.85, help="share of the GPU's memory for vLLM")
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="start vLLM and the first worker at the same time, which saves a minute and makes both starts slower; "
+        "needs a --vllm-memory that leaves room. They still measure one after the other",
+    )
     return parser.parse_args()
 
 
@@ -248,16 +217,17 @@ def main() -> None:
     options = parse()
     folder = options.folder / options.shape
     print(hardware(), flush=True)
+    options.used_before = used_mb()
     write_config(folder, options.shape)
     maker = [sys.executable, str(Path(__file__).parent / "random_model.py"), str(folder), "--shape", options.shape]
     begin = time.perf_counter()
-    with subprocess.Popen(maker) as making:  # while vLLM starts, which needs the config only
-        peer = run_vllm(options.vllm_python, folder, options) if "vllm" in options.only else Peer({})
-        if making.wait():
-            raise SystemExit("the model folder could not be written")
-    print(f"{folder} is there after {time.perf_counter() - begin:.1f} s", flush=True)
-    if set(options.only) - {"vllm"}:
-        measure_ours(folder, options, peer)
+    with vllm(folder, options) as peer:
+        subprocess.run(maker, check=True)  # while vLLM starts, which needs the config only
+        print(f"{folder} is there after {time.perf_counter() - begin:.1f} s", flush=True)
+        if not options.together:
+            peer.measure()
+        if set(options.only) - {"vllm"}:
+            measure_ours(folder, options, peer)
     print(f"{time.perf_counter() - begin:.0f} s in all")
 
 

@@ -15,9 +15,9 @@ NEW = 256
 WAIT_S = 60.0
 
 
-def used_mb(index: int) -> float:
-    """MB in use on a GPU as NVML says, by whatever process; NaN where there is no GPU."""
-    query = ["nvidia-smi", f"--id={index}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+def used_mb() -> float:
+    """MB in use on the first GPU as NVML says, by whatever process; NaN where there is none."""
+    query = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     try:
         return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
     except (OSError, subprocess.CalledProcessError, ValueError):
@@ -63,12 +63,11 @@ def report_sharing(memd: PoolClient, clients: Sequence[InferenceClient], prompt:
     print(f"    physical blocks in both tables: {shared}   (bound: {full} shared, {own} of its own{miss})", flush=True)
 
 
-def report_memory(memd: PoolClient, used: Sequence[float]) -> None:
-    """`used`: MB before memd, with memd, with one worker when it started and after its work, with two after theirs."""
-    pool_mb = memd.pool().slab_bytes / 2**20
-    nothing, alone, started, one, two = used
-    print(f"GPU memory in use (NVML): {nothing:.0f} MB without us, {alone:.0f} with memd (pool {pool_mb:.0f}),")
-    # Another process that counted the pool again would add it to what the first one added.
-    counted = math.isnan(two) or (two - one) < (started - alone) + pool_mb / 2
+def report_memory(memd: PoolClient, before: float, one: float, two: float) -> None:
+    """MB in use before anything of ours, with memd and one worker after its work, and with two after theirs."""
+    pool = memd.pool().slab_bytes / 2**20
+    # Another process that counted the pool again would add as much as the first one and memd together.
+    counted = math.isnan(two) or two - one < one - before - pool / 2
     miss = "" if counted else "; MISSED"
-    print(f"    {one:.0f} with one worker, {two:.0f} with two   (bound: the pool counted once{miss})", flush=True)
+    print(f"GPU memory in use (NVML): {before:.0f} MB before, {one:.0f} with memd and one worker, {two:.0f} with two,")
+    print(f"    the pool being {pool:.0f} of it   (bound: the pool counted once{miss})", flush=True)

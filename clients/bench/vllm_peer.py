@@ -1,7 +1,8 @@
 """The peer: vLLM in a process of its own, on the same config with weights of its own; one JSON object a case.
 
 {"case": "start", "version", "import_s", "init_s"}, {"case": "decode", "batch", "ms_per_step"},
-{"case": "prefill", "tokens", "s"}, {"case": "prefix_hit", "tokens", "s", "cached"}.
+{"case": "prefill", "tokens", "s"}, {"case": "prefix_hit", "tokens", "s", "cached"}. Once started it waits for a line on
+stdin, so that nothing else is under way while it measures.
 
 A decode step is what a batch takes with all its tokens less what it takes with one, by their number: scheduling and
 sampling included, clients and streaming not.
@@ -14,12 +15,11 @@ import json
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-REPEATS = 3
 
 
 def tell(**what: object) -> None:
@@ -74,11 +74,11 @@ def measure(run: Callable[[list[list[int]], int], tuple[float, int]], options: a
     run(prompts(2, options.prompt), 8)
     for batch in options.batches:
         run(prompts(batch, options.prompt), 8)
-        one = statistics.median(run(prompts(batch, options.prompt), 1)[0] for _ in range(REPEATS))
-        all_ = statistics.median(run(prompts(batch, options.prompt), options.new)[0] for _ in range(REPEATS))
+        one = statistics.median(run(prompts(batch, options.prompt), 1)[0] for _ in range(options.repeats))
+        all_ = statistics.median(run(prompts(batch, options.prompt), options.new)[0] for _ in range(options.repeats))
         tell(case="decode", batch=batch, ms_per_step=(all_ - one) / (options.new - 1) * 1e3)
     run(prompts(1, options.long), 1)
-    longs = [prompts(1, options.long) for _ in range(REPEATS)]
+    longs = [prompts(1, options.long) for _ in range(options.repeats)]
     tell(case="prefill", tokens=options.long, s=statistics.median(run(long, 1)[0] for long in longs))
     hits = [run(long, 1) for long in longs]
     tell(case="prefix_hit", tokens=options.long, s=statistics.median(s for s, _ in hits), cached=hits[0][1])
@@ -92,10 +92,12 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--long", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--memory", type=float, default=0.85)
     options = parser.parse_args()
     llm, started = engine(options)
     tell(case="start", **started)
+    sys.stdin.readline()
     measure(runner(llm), options)
 
 
