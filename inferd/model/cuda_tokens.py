@@ -44,9 +44,9 @@ class device_errors:  # noqa: N801 (a context manager reads like a function)
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        if error is None or isinstance(error, torch.cuda.OutOfMemoryError):
-            return
         name = type(error).__name__
+        if error is None or isinstance(error, torch.cuda.OutOfMemoryError) or name == "MemoryError":
+            return  # no memory is no reason to give the device up
         if isinstance(error, torch.AcceleratorError) or type(error).__module__.startswith("pycuda"):
             raise DeviceLostError(f"{name}: {error}") from error
 
