@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pagekernels.cuda.device import CudaUnavailableError
-from pagekernels.cuda.identity import Driver, Gpu, on_wsl2, open_driver, visible_gpus
+from pagekernels.cuda.identity import CudaUnavailableError, Driver, Gpu, on_wsl2, open_driver, visible_gpus
 from pagepool.errors import Code, PagepoolError, Reason
 from pagepool.pool_values import CudaDevice
 

@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pagekernels.cuda.device import CudaUnavailableError
-from pagekernels.cuda.identity import Driver, Gpu, on_wsl2, open_driver, visible_gpus
+from pagekernels.cuda.identity import CudaUnavailableError, Driver, Gpu, on_wsl2, open_driver, visible_gpus
 from pagekernels.layout import LAYOUT_SWIZZLED
 from pagepool.errors import PagepoolError, invalid_field
 

@@ -16,8 +16,7 @@ import pytest
 from memd import daemon
 from memd.config import MemdConfig
 from memd.slabs import PoolMemory
-from pagekernels.cuda.device import CudaUnavailableError
-from pagekernels.cuda.identity import Driver
+from pagekernels.cuda.identity import CudaUnavailableError, Driver
 from pagekernels.layout import Format, LayerShape, PagedLayout
 from pagepool.errors import Code, PagepoolError, Reason
 from pagepool.listen import UnixListener

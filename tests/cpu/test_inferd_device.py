@@ -16,8 +16,7 @@ from inferd.core.messages import EngineState
 from inferd.device import EXIT_RESPAWN, RespawnError, choose_device, must_respawn, settle
 from inferd.dispatch import Dispatcher
 from inferd.supervisor import Supervisor
-from pagekernels.cuda.device import CudaUnavailableError
-from pagekernels.cuda.identity import Driver
+from pagekernels.cuda.identity import CudaUnavailableError, Driver
 from pagepool.errors import Code, PagepoolError, Reason
 from pagepool.pool_values import CudaDevice
 from pagepool.status import ForeignError

@@ -18,8 +18,7 @@ from memd.device.cuda import GRANULE, CudaSlab, Memory, pool_bytes
 from memd.device.locks import LeaseLocks
 from memd.device.note import FormerPool, PoolNote
 from memd.slabs import PoolMemory, device_message, slab_message
-from pagekernels.cuda.device import CudaUnavailableError
-from pagekernels.cuda.identity import Driver, on_wsl2
+from pagekernels.cuda.identity import CudaUnavailableError, Driver, on_wsl2
 from pagepool.errors import PagepoolError, Reason
 from tests.cpu.fake_cuda import GIB, FakeGpu, Machine, fake_driver
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagekernels.cuda.device import CudaDevice, CudaUnavailableError, open_device
+from pagekernels.cuda.device import CudaDevice, open_device
+from pagekernels.cuda.identity import CudaUnavailableError
 
 
 @pytest.fixture(scope="module")

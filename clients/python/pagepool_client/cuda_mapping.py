@@ -6,8 +6,7 @@ import os
 import threading
 from typing import Any
 
-from pagekernels.cuda.device import CudaUnavailableError
-from pagekernels.cuda.identity import Driver, Gpu, current_gpu, on_wsl2, open_driver
+from pagekernels.cuda.identity import CudaUnavailableError, Driver, Gpu, current_gpu, on_wsl2, open_driver
 from pagepool.errors import PagepoolError, Reason
 from pagepool.pool_values import CudaDevice
 

@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from pagekernels.cuda import build
+from pagekernels.cuda.identity import CudaUnavailableError, open_driver, visible_gpus
 
 _DEFAULT_SHARED = 48 * 1024
 """Bytes of shared memory that a kernel gets without asking for more."""
-
-
-class CudaUnavailableError(RuntimeError):
-    """There is no GPU to use here; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +49,6 @@ class CudaDevice:
     """
 
     def __init__(self, index: int, cache_dir: Path | None = None) -> None:
-        from pagekernels.cuda.identity import open_driver, visible_gpus  # late: it names this module's error
-
         driver = open_driver()
         self.api: Any = driver.api
         gpus = visible_gpus(driver)

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagekernels.cuda.device import CudaUnavailableError
+
+class CudaUnavailableError(RuntimeError):
+    """There is no GPU to use here; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
