@@ -108,8 +108,8 @@ def main() -> None:
     TABLES.extend(pack_entry(served.format, 0, 2 * b) for b in range(blocks))
     slab = torch.zeros(blocks * layout.block_bytes, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    limits = RunnerLimits(PROMPT, 128, PROMPT + 256, blocks, compile=not options.eager)
-    forward = compiled(served, compile_=limits.compile)
+    limits = RunnerLimits(PROMPT, 128, PROMPT + 256, blocks)
+    forward = compiled(served, compile_=not options.eager)
     runner = CudaRunner(served, forward, device, DevicePool(slab.data_ptr(), layout), limits)
     runner.capture(lambda line: print(line, flush=True))
     for batch in map(int, options.batches.split(",")):

@@ -36,13 +36,12 @@ MAX_CAPTURED_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
-    """The largest step, the longest sequence in tokens, the pool's blocks, and what to leave out for debugging."""
+    """The largest step, the longest sequence in tokens, the pool's blocks, and whether small steps are captured."""
 
     max_batch_tokens: int
     max_num_seqs: int
     max_context: int
     num_blocks: int
-    compile: bool = True
     graphs: bool = True
 
     def blocks(self, block_size: int) -> int:

@@ -50,8 +50,7 @@ class Room:
 class StepBuffers:
     """A DeviceBatch with a model's further inputs: ids and positions [1, T], rows [R], and the sampler's records [R].
 
-    Views of fixed device memory, so a captured step reads what was staged last. `tokens` says how many of T are used
-    where a step is not padded.
+    Views of fixed device memory, so a captured step reads what was staged last.
     """
 
     def __init__(self, device: CudaDevice, room: Room) -> None:

@@ -49,8 +49,9 @@ class CudaRig:
     served: ServedModel
     block_size: int = 16
     budget: int = 17
-    limits: RunnerLimits = field(default_factory=lambda: RunnerLimits(64, 16, 256, 1024, compile=False, graphs=False))
+    limits: RunnerLimits = field(default_factory=lambda: RunnerLimits(64, 16, 256, 1024, graphs=False))
     forward: CompiledForward | None = None
+    compile_: bool = False
 
     @contextmanager
     def runner(self, num_blocks: int) -> Iterator[CudaRunner]:
@@ -60,7 +61,7 @@ class CudaRig:
             (layout.block_bytes * num_blocks,), 0xFF, dtype=torch.uint8, device=f"cuda:{self.device.index}"
         )
         torch.cuda.synchronize()
-        self.forward = self.forward or compiled(self.served, compile_=self.limits.compile)
+        self.forward = self.forward or compiled(self.served, compile_=self.compile_)
         pool = DevicePool(slab.data_ptr(), layout)
         runner = CudaRunner(self.served, self.forward, self.device, pool, self.limits)
         try:

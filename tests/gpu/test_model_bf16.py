@@ -69,7 +69,7 @@ def test_logits_are_as_exact_as_transformers_own(device: CudaDevice, budget: int
     model = model.to(torch.bfloat16)
     allowed = torch.maximum(*(distances(own_logits(model, name, prompts), exact) for name in ("sdpa", "eager")))
     served = prepare("smollm2 shape", model)
-    limits = RunnerLimits(512, 8, 512, 1024, compile=compile_, graphs=False)
+    limits = RunnerLimits(512, 8, 512, 1024, graphs=False)
     rig = CudaRig(device, served, 16, budget, limits)
     forward = Recording(compiled(served, compile_=compile_))
     rig.forward = forward

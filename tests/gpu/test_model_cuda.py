@@ -29,42 +29,42 @@ def reference(name: str, prompts: list[list[int]], new_tokens: int) -> list[list
     return answers
 
 
-def check(device: CudaDevice, name: str, block_size: int, limits: RunnerLimits, budget: int = 17) -> None:
+def check(device: CudaDevice, name: str, block_size: int, limits: RunnerLimits, *, compile_: bool = False) -> None:
     """Random weights of one architecture, chunked prefill beside decoding neighbours, a poisoned pool."""
     prompts = random_prompts(LENGTHS, VOCAB_SIZE)
     model = random_model(name)
     if not type(model)._supports_attention_backend:
         pytest.skip(f"this transformers has no attention interface for {name}, so it is refused")
     served = prepare(name, model.to("cuda"))
-    rig = CudaRig(device, served, block_size, budget, limits)
+    rig = CudaRig(device, served, block_size, limits=limits, compile_=compile_)
     assert rig.generate(prompts, NEW) == reference(name, prompts, NEW)
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_tokens_equal_generate(device: CudaDevice, name: str) -> None:
     """Launched kernel by kernel, without compilation."""
-    check(device, name, 16, RunnerLimits(64, 16, 256, 1024, compile=False, graphs=False))
+    check(device, name, 16, RunnerLimits(64, 16, 256, 1024, graphs=False))
 
 
 @pytest.mark.parametrize("block_size", [8, 32, 64])
 def test_tokens_equal_generate_at_every_block_size(device: CudaDevice, block_size: int) -> None:
-    check(device, "llama", block_size, RunnerLimits(64, 16, 256, 1024, compile=False, graphs=False))
+    check(device, "llama", block_size, RunnerLimits(64, 16, 256, 1024, graphs=False))
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_captured_steps_equal_generate(device: CudaDevice, name: str) -> None:
     """Steps are graphs, replayed with other lengths, tables and sizes; where no graph can hold them, they are not."""
-    check(device, name, 16, RunnerLimits(64, 16, 256, 1024, compile=False))
+    check(device, name, 16, RunnerLimits(64, 16, 256, 1024))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3_text"])
 def test_compiled_and_captured_steps_equal_generate(device: CudaDevice, name: str) -> None:
-    check(device, name, 16, RunnerLimits(64, 16, 256, 1024))
+    check(device, name, 16, RunnerLimits(64, 16, 256, 1024), compile_=True)
 
 
 def test_long_chunks_beside_decodes_equal_generate(device: CudaDevice) -> None:
     """More query tokens than the decode kernels take: the paged kernel in float32."""
     prompts = random_prompts((150, 5, 201, 90), VOCAB_SIZE)
     served = prepare("llama", random_model("llama").to("cuda"))
-    rig = CudaRig(device, served, 16, 120, RunnerLimits(128, 8, 256, 1024, compile=False))
+    rig = CudaRig(device, served, 16, 120, RunnerLimits(128, 8, 256, 1024))
     assert rig.generate(prompts, NEW) == reference("llama", prompts, NEW)
