@@ -1,16 +1,17 @@
 """The attention function of models on a GPU: one custom operator, opaque to torch.compile and captured into graphs.
 
 What an attention call of a step does stands in a context variable while the model runs, for the operator takes tensors
-and numbers only.
+only: not even the layer's number, with which every layer would be compiled on its own. A model calls its layers in one
+order, so the calls of a step are counted instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
@@ -30,38 +31,51 @@ class StepAttention(Protocol):
     """The attention of one step, layer by layer."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-        """Write k [T, H, D] and v [T, H, Dv] into the pool and attend with q [T, Hq, D] into out [T, Hq, Dv]."""
+        """The model's attention call number `layer`, in the order of ModelGeometry.layers.
+
+        Writes k [T, H, D] and v [T, H, Dv] into the pool and attends with q [T, Hq, D] into out [T, Hq, Dv].
+        """
 
 
-_step: ContextVar[StepAttention] = ContextVar("pagepool_cuda_step")
+@dataclass(slots=True)
+class _Running:
+    """A forward under way, and how many of its attention calls have been."""
+
+    attention: StepAttention
+    calls: int = 0
+
+
+_running: ContextVar[_Running] = ContextVar("pagepool_cuda_running")
 
 
 @contextmanager
 def stepping(attention: StepAttention) -> Iterator[None]:
-    """Send the attention calls of models that run inside to `attention`."""
-    token = _step.set(attention)
+    """Send the attention calls of the one forward that runs inside to `attention`."""
+    token = _running.set(_Running(attention))
     try:
         yield
     finally:
-        _step.reset(token)
+        _running.reset(token)
 
 
 # What it writes is the pool, which is no tensor of the graph: the layers' order follows from their outputs.
 @torch.library.custom_op("pagepool::attend", mutates_args=())
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    _step.get().attend(layer, q, k, v, out[0])
+    running = _running.get()
+    running.attention.attend(running.calls, q, k, v, out[0])
+    running.calls += 1
     return out
 
 
 @_attend.register_fake
-def _attend_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: int) -> torch.Tensor:  # noqa: ARG001
+def _attend_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG001
     return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
 
 
 def _attention_function(
-    module: torch.nn.Module,
+    _module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -69,8 +83,7 @@ def _attention_function(
     **_kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     dtype = value.dtype
-    layer = cast("int", module.layer_idx)
-    out: torch.Tensor = torch.ops.pagepool.attend(query.to(dtype), key.to(dtype), value, layer)
+    out: torch.Tensor = torch.ops.pagepool.attend(query.to(dtype), key.to(dtype), value)
     return out, None
 
 
@@ -82,7 +95,7 @@ class ShortSteps:
     """Attention of steps in which no sequence has more query tokens than the decode kernels take."""
 
     ops: CudaOps
-    layers: Mapping[int, AttentionLayer]
+    layers: Sequence[AttentionLayer]
     batch: DeviceBatch
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
@@ -113,7 +126,7 @@ class LongSteps:
     """
 
     ops: CudaOps
-    layers: Mapping[int, AttentionLayer]
+    layers: Sequence[AttentionLayer]
     batch: DeviceBatch
     short: DeviceBatch | None
     chunks: Sequence[Chunk]

@@ -15,7 +15,7 @@ import structlog
 import torch
 
 from inferd.core.ports import StepInput
-from inferd.model.cuda_attention import CUDA_ATTENTION_NAME, LongSteps, ShortSteps, StepAttention, stepping
+from inferd.model.cuda_attention import CUDA_ATTENTION_NAME, LongSteps, ShortSteps, StepAttention
 from inferd.model.cuda_graphs import DECODE_SIZES, MIN_ROWS, MIXED_SIZES, CompiledForward, Graphs, ladder
 from inferd.model.cuda_steps import Room, StepBuffers, chunks_of, short_first, shorts_of
 from inferd.model.cuda_tokens import DEPTH, Launched, TokenRing, device_errors
@@ -89,7 +89,7 @@ class CudaRunner:
         limits: RunnerLimits,
     ) -> None:
         self._forward, self._device, self._limits = forward, device, limits
-        self._uses = served.geometry.layers
+        self._uses = tuple(served.geometry.layers.values())
         self._stream = torch.cuda.ExternalStream(device.stream_handle, device=device.index)  # type: ignore[no-untyped-call]
         self._ops = CudaOps(device, pool.address, pool.layout, decode_layers(served))
         self._blocks = limits.blocks(pool.layout.block_size)
@@ -193,8 +193,7 @@ class CudaRunner:
         if sampler is not None:
             sampler.resolve_ids(ids.data_ptr(), 8, tokens, address)
         self._ops.plan(buffers.batch)
-        with stepping(attention):
-            logits = self._forward(ids, positions, buffers.logit_rows)
+        logits = self._forward(ids, positions, buffers.logit_rows, attention)
         if sampler is None:
             dtype = str(logits.dtype).removeprefix("torch.")
             sampler = self._sampler = GpuSampler(self._device, self._tokens.numel(), logits.shape[-1], dtype)

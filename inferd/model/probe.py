@@ -27,7 +27,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelGeometry:
-    """What a model stores and how each of its attention layers uses it, by the module's `layer_idx`."""
+    """What a model stores and how each of its attention layers uses it, by `layer_idx`, in the order of the calls."""
 
     shapes: tuple[LayerShape, ...]
     layers: Mapping[int, AttentionLayer]

@@ -1,6 +1,8 @@
-"""The forward that a GPU runs, compiled once for all sizes around the attention operator; here on the CPU."""
+"""The forward that a GPU runs, its regions compiled once for all sizes; here on the CPU."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +11,10 @@ from torch.nn import functional
 
 from inferd.model import merge
 from inferd.model.attention import ATTENTION_NAME, attending
-from inferd.model.cuda_attention import CUDA_ATTENTION_NAME, stepping
+from inferd.model.cuda_attention import CUDA_ATTENTION_NAME
 from inferd.model.cuda_graphs import CompiledForward
 from inferd.model.probe import Recorder, forward
-from tests.cpu.model_configs import random_model
+from tests.cpu.model_configs import SERVED, random_model
 
 SIZES = ((2, 2), (5, 4), (64, 4), (4, 4), (7, 7))
 """Tokens and logit rows, also as many of these as of those."""
@@ -29,8 +31,8 @@ class Dense:
 
 
 @torch.inference_mode()
-def check_compiled(name: str) -> None:
-    """One graph computes every size as the model's code does, its projections merged."""
+def check_compiled(name: str, backend: str = "inductor") -> None:
+    """What is compiled at the first step computes every size as the model's code does, projections merged."""
     torch._dynamo.reset()
     counters.clear()
     model = random_model(name).requires_grad_(requires_grad=False)
@@ -39,22 +41,34 @@ def check_compiled(name: str) -> None:
         forward(model, torch.tensor([[5, 6]]), torch.tensor([[0, 1]]), torch.tensor([1]))
     merge.merge(model, groups, functional.linear)
     model.set_attn_implementation(CUDA_ATTENTION_NAME)
-    compiled = CompiledForward(model, compile_=True)
-    with stepping(Dense()):
-        for tokens, rows in SIZES:
-            ids, positions = torch.arange(tokens)[None] + 3, torch.arange(tokens)[None]
-            wanted = torch.arange(rows) % tokens
-            expected = forward(model, ids, positions, wanted)
-            torch.testing.assert_close(compiled(ids, positions, wanted), expected, rtol=1e-3, atol=1e-3)
-            assert compiled._compiled is not None, "it runs eagerly"
-    assert counters["stats"]["unique_graphs"] == 1
+    inputs = [(torch.arange(t)[None] + 3, torch.arange(t)[None], torch.arange(r) % t) for t, r in SIZES]
+    eager = CompiledForward(model, compile_=False)
+    expected = [eager(*each, Dense()) for each in inputs]
+    compiled = CompiledForward(model, compile_=True, backend=backend)
+    graphs = []
+    for each, logits in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(compiled(*each, Dense()), logits, rtol=1e-3, atol=1e-3)
+        assert not compiled.eager
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [graphs[0]] * len(SIZES), f"{name}: graphs after each size: {graphs}"
 
 
-def test_one_graph_computes_every_size() -> None:
+def test_what_is_compiled_at_the_first_step_computes_every_size() -> None:
     check_compiled("qwen2")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "mixtral", "opt"])
-def test_one_graph_computes_every_size_of_each_kind(name: str) -> None:
+def test_what_is_compiled_at_the_first_step_computes_every_size_of_each_kind(name: str) -> None:
     check_compiled(name)
+
+
+def kinds() -> list[Any]:
+    """All architectures; in `make test` those with several kinds of layers, which are compiled more than once."""
+    sample = {"gemma3n_text", "gemma3_text", "deepseek_v3", "phimoe"}
+    return [pytest.param(name, marks=() if name in sample else pytest.mark.full) for name in SERVED]
+
+
+@pytest.mark.parametrize("name", kinds())
+def test_no_architecture_is_compiled_again_for_another_size(name: str) -> None:
+    check_compiled(name, "eager")

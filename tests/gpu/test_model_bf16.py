@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from inferd.model.cuda_attention import StepAttention
 from inferd.model.cuda_graphs import CompiledForward
 from inferd.model.cuda_runner import RunnerLimits, compiled
 from inferd.model.load import prepare
@@ -41,8 +42,10 @@ class Recording:
         self._forward = forward
         self.logits = torch.empty(0)
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        logits = self._forward(ids, positions, rows)
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attention: StepAttention
+    ) -> torch.Tensor:
+        logits = self._forward(ids, positions, rows, attention)
         self.logits = logits.float()
         return logits
 
