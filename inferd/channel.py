@@ -15,16 +15,20 @@ import json
 import socket
 import struct
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 from inferd.core import messages
-from inferd.core.messages import Ending, Finished, Tokens
+from inferd.core.messages import Ending, Finished, Submit, Tokens
 
 Message = Any
 """One of the dataclasses of inferd.core.messages; `encode` refuses anything else."""
 
 _LENGTH = struct.Struct(">I")
+_TOKENS = "I"
+"""array's word for a token id of 32 bits; both ends are of one host."""
+
 _TYPE = "$type"
 _MESSAGES: dict[str, type] = {
     name: value for name, value in vars(messages).items() if isinstance(value, type) and dataclasses.is_dataclass(value)
@@ -38,7 +42,11 @@ def _plain(value: object) -> dict[str, object]:
     name = type(value).__name__
     if _MESSAGES.get(name) is not type(value):
         raise TypeError(f"{name} is no message of inferd.core.messages")
-    return {_TYPE: name} | {field: getattr(value, field) for field in _FIELDS[name]}
+    plain = {_TYPE: name} | {field: getattr(value, field) for field in _FIELDS[name]}
+    if isinstance(value, Submit):
+        # Numbers of JSON would be read and written one by one, while the prompt's first token is waited for.
+        plain["prompt"] = array(_TOKENS, value.prompt).tobytes()
+    return plain
 
 
 def _revive(plain: dict[str, Any]) -> object:
@@ -49,6 +57,8 @@ def _revive(plain: dict[str, Any]) -> object:
         return bytes.fromhex(plain["hex"])
     if name == Tokens.__name__:
         return Tokens([(request, tokens) for request, tokens in plain["items"]])
+    if name == Submit.__name__:
+        plain["prompt"] = array(_TOKENS, plain["prompt"]).tolist()
     if name == Finished.__name__:
         plain["ending"] = Ending(plain["ending"])
     return _MESSAGES[name](**plain)

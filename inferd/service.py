@@ -120,11 +120,11 @@ class GenerationService:
         """The prompt's token ids, whatever it came as."""
         kind = request.WhichOneof("prompt")
         if kind == "tokens":
-            token_ids = request.tokens.token_ids
-            if len(token_ids) > card.max_context_tokens:  # before each of them is looked at
-                raise prompt_too_long(len(token_ids), 1, card)
+            if len(request.tokens.token_ids) > card.max_context_tokens:  # before each of them is looked at
+                raise prompt_too_long(len(request.tokens.token_ids), 1, card)
+            token_ids = request.tokens.token_ids[:]
             check_token_ids("tokens.token_ids", token_ids, card)
-            return list(token_ids)
+            return token_ids
         if kind == "text":
             return await self._text_prompt(request.text, card, tokenizer)
         if kind == "chat":

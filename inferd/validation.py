@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inferd.core.messages import ModelCard, Sampling, Submit
@@ -64,8 +64,10 @@ def check(request: pb.GenerateRequest, card: ModelCard) -> Checked:
     return Checked(request.request_id or uuid.uuid4().hex, max_tokens, list(request.stop), draft)
 
 
-def check_token_ids(field: str, token_ids: Iterable[int], card: ModelCard) -> None:
+def check_token_ids(field: str, token_ids: Sequence[int], card: ModelCard) -> None:
     """Raises INVALID_FIELD, naming the first id outside the model's vocabulary."""
+    if max(token_ids, default=0) < card.vocab_size:
+        return
     for position, token in enumerate(token_ids):
         if token >= card.vocab_size:
             limit = f"a token id below {card.vocab_size}, the size of the vocabulary"

@@ -187,7 +187,7 @@ def step_from(message: worker_service_pb2.Step) -> Step:
         releases=message.release_table_ids,
         creates=[
             TableRequest(
-                token_ids=list(request.token_ids),
+                token_ids=request.token_ids[:],
                 num_blocks=request.num_blocks,
                 salt=request.salt,
                 priority=request.priority,

@@ -100,8 +100,8 @@ class ClientLeases:
         for frame in frames:
             if not store.blocks.prefixes[frame] and not self._is_own(lease, frame):
                 raise errors.block_not_sealed(store.blocks.ids[frame])
+        store.hold(frames, (lease_id,), now)
         for frame in frames:
-            store.hold(frame, (lease_id,), now)
             lease.references[frame] = lease.references.get(frame, 0) + 1
 
     def create_table(self, lease_id: int, request: TableRequest, now: float) -> Table:

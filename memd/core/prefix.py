@@ -41,16 +41,20 @@ class PrefixIndex:
 
     def match(self, packed: bytes, salt: bytes) -> list[int]:
         """Frames of the longest indexed prefix of these packed token ids; never includes the last token."""
-        size = self._blocks.block_size * TOKEN_BYTES
+        blocks, size = self._blocks, self._blocks.block_size * TOKEN_BYTES
+        # What `holds` asks is asked here without a call: a long prompt has hundreds of blocks, and its user waits.
+        frame_with, tokens, parents, prefixes = self.frames.get, blocks.tokens, blocks.parents, blocks.prefixes
         digest, parent, found = root_digest(self.model_digest, salt), 0, list[int]()
         for start in range(0, len(packed) - size, size):
             piece = packed[start : start + size]
-            digest = chained_digest(digest, piece)
-            frame = self.frames.get(digest)
-            if frame is None or not self.holds(frame, parent, piece, salt):
+            digest = sha256(digest + piece).digest()
+            frame = frame_with(digest)
+            if frame is None or parents[frame] != parent or tokens[frame * size : (frame + 1) * size] != piece:
+                break
+            if parent == 0 and blocks.salts.get(frame, b"") != salt:
                 break
             found.append(frame)
-            parent = self._blocks.prefixes[frame]
+            parent = prefixes[frame]
         return found
 
     def holds(self, frame: int, parent: int, packed: bytes, salt: bytes) -> bool:

@@ -82,8 +82,7 @@ class PoolState:
         store = self.cut_store()
         table = Table(self.new_id(), lease.lease_id, request.salt, request.priority, now)
         holders = (table.table_id,)
-        for frame in plan.matched:
-            store.hold(frame, holders, now)
+        store.hold(plan.matched, holders, now)
         table.frames.extend(plan.matched)
         table.frames.extend(store.grant(plan.fresh, holders, now))
         table.num_tokens = table.cached_tokens = len(plan.matched) * self.block_size

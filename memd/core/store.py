@@ -78,12 +78,14 @@ class BlockStore:
         self.counters.allocated_blocks += count
         return frames
 
-    def hold(self, frame: int, holders: Holders, now: float) -> None:
-        """Add the one reference in `holders` to a block, which may be cached."""
-        if not self.blocks.holders[frame]:
-            self.cached.remove(frame)
-        self.blocks.holders[frame] += holders
-        self.blocks.touched[frame] = now
+    def hold(self, frames: Sequence[int], holders: Holders, now: float) -> None:
+        """Add the one reference in `holders` to each of these blocks, which may be cached."""
+        held, touched, uncache = self.blocks.holders, self.blocks.touched, self.cached.remove
+        for frame in frames:
+            if not held[frame]:
+                uncache(frame)
+            held[frame] += holders
+            touched[frame] = now
 
     def release(self, frame: int, holder: int, now: float) -> None:
         """Drop one reference; after the last one a sealed block is cached and any other free.
