@@ -189,7 +189,7 @@ class CudaRunner:
     def _run(self, buffers: StepBuffers, attention: StepAttention, tokens: int) -> None:
         """What a captured step consists of."""
         sampler, address = self._sampler, self._tokens.data_ptr()
-        ids, positions = buffers.ids[:, :tokens], buffers.positions[:, :tokens]
+        ids, positions = buffers.ids[:tokens][None], buffers.positions[:tokens][None]
         if sampler is not None:
             sampler.resolve_ids(ids.data_ptr(), 8, tokens, address)
         self._ops.plan(buffers.batch)

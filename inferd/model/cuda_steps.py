@@ -48,7 +48,7 @@ class Room:
 
 
 class StepBuffers:
-    """A DeviceBatch with a model's further inputs: ids and positions [1, T], rows [R], and the sampler's records [R].
+    """A DeviceBatch with a model's further inputs: ids and positions [T], rows [R], and the sampler's records [R].
 
     Views of fixed device memory, so a captured step reads what was staged last.
     """
@@ -62,11 +62,12 @@ class StepBuffers:
             "records": ("int32", room.rows * _RECORD_WORDS),
         }
         self.batch = DeviceBatch(device, room.sequences, room.tokens, room.blocks, room.max_queries, extra)
-        where = torch.device("cuda", device.index)
-        self.ids, self.positions = (
-            torch.as_tensor(self.batch.arrays[name], device=where)[None] for name in ("token_ids", "positions")
-        )
-        self.logit_rows = torch.as_tensor(self.batch.arrays["logit_rows"], device=where)
+        # As tensors of inference all of them: torch.compile takes others for another kind of input, to be compiled anew.
+        with torch.inference_mode():
+            self.ids, self.positions, self.logit_rows = (
+                torch.as_tensor(self.batch.arrays[name], device=torch.device("cuda", device.index))
+                for name in ("token_ids", "positions", "logit_rows")
+            )
         self.records = self.batch.arrays["records"].data_ptr()
 
     def stage(self, step: StepInput, rows: Sequence[Row]) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch._dynamo.utils import counters
 
 from inferd.core.messages import Sampling
 from inferd.core.ports import StepInput
@@ -41,9 +42,17 @@ class Stream:
         return [self.tokens[p] if p < len(self.tokens) else -1 - (self.row or 0) for p in range(first, last)]
 
 
+def num_graphs() -> int:
+    """How many graphs torch.compile has compiled in this process."""
+    return int(counters["stats"]["unique_graphs"])
+
+
 @dataclass
 class CudaRig:
-    """Greedy decoding of several prompts at once over a pool full of NaN, its blocks shuffled."""
+    """Greedy decoding of several prompts at once over a pool full of NaN, its blocks shuffled.
+
+    `graphs` is what torch.compile had compiled when the runner was ready.
+    """
 
     device: CudaDevice
     served: ServedModel
@@ -52,6 +61,7 @@ class CudaRig:
     limits: RunnerLimits = field(default_factory=lambda: RunnerLimits(64, 16, 256, 1024, graphs=False))
     forward: CompiledForward | None = None
     compile_: bool = False
+    graphs: int = 0
 
     @contextmanager
     def runner(self, num_blocks: int) -> Iterator[CudaRunner]:
@@ -66,6 +76,7 @@ class CudaRig:
         runner = CudaRunner(self.served, self.forward, self.device, pool, self.limits)
         try:
             runner.capture(lambda _line: None)
+            self.graphs = num_graphs()
             yield runner
         finally:
             runner.close()

@@ -10,7 +10,7 @@ from inferd.model.load import prepare
 from pagekernels.cuda.device import CudaDevice
 from tests.cpu.model_configs import SERVED, VOCAB_SIZE, random_model
 from tests.cpu.model_rig import random_prompts
-from tests.gpu.model_rig import CudaRig
+from tests.gpu.model_rig import CudaRig, num_graphs
 
 LENGTHS = (1, 3, 8, 16, 17, 30, 41, 64)
 NEW = 24
@@ -38,6 +38,7 @@ def check(device: CudaDevice, name: str, block_size: int, limits: RunnerLimits, 
     served = prepare(name, model.to("cuda"))
     rig = CudaRig(device, served, block_size, limits=limits, compile_=compile_)
     assert rig.generate(prompts, NEW) == reference(name, prompts, NEW)
+    assert num_graphs() == rig.graphs, "something was compiled after the runner was ready"
 
 
 @pytest.mark.parametrize("name", SERVED)
