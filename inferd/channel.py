@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 from inferd.core import messages
-from inferd.core.messages import Ending, Finished, Submit, Tokens
+from inferd.core.messages import Ending, Finished, ScoredTokens, Submit, TokenLogprobs, Tokens
 
 Message = Any
 """One of the dataclasses of inferd.core.messages; `encode` refuses anything else."""
@@ -55,12 +55,12 @@ def _revive(plain: dict[str, Any]) -> object:
         return plain
     if name == "bytes":
         return bytes.fromhex(plain["hex"])
-    if name == Tokens.__name__:
-        return Tokens([(request, tokens) for request, tokens in plain["items"]])
-    if name == Submit.__name__:
-        plain["prompt"] = array(_TOKENS, plain["prompt"]).tolist()
+    if name in (Tokens.__name__, ScoredTokens.__name__):
+        plain["items"] = [(request, tokens) for request, tokens in plain["items"]]
     if name == Finished.__name__:
         plain["ending"] = Ending(plain["ending"])
+    elif name == Submit.__name__:
+        plain["prompt"] = array(_TOKENS, plain["prompt"]).tolist()
     return _MESSAGES[name](**plain)
 
 
@@ -76,19 +76,31 @@ def decode(body: bytes) -> Message:
 
 
 def coalesce(batch: Iterable[Message]) -> Iterator[Message]:
-    """The same messages in the same order, neighbouring `Tokens` made one with one entry per request."""
+    """The same messages in the same order, neighbours that are tokens made one of a kind with one entry per request.
+
+    All tokens of a request come as one kind, so it does not matter which of the two goes first.
+    """
     pending: dict[int, list[int]] = {}
+    scored: dict[int, list[TokenLogprobs]] = {}
     for message in batch:
         if isinstance(message, Tokens):
             for request, tokens in message.items:
                 pending.setdefault(request, []).extend(tokens)
-            continue
-        if pending:
-            yield Tokens(list(pending.items()))
-            pending = {}
-        yield message
+        elif isinstance(message, ScoredTokens):
+            for request, logprobs in message.items:
+                scored.setdefault(request, []).extend(logprobs)
+        else:
+            yield from _together(pending, scored)
+            pending, scored = {}, {}
+            yield message
+    yield from _together(pending, scored)
+
+
+def _together(pending: dict[int, list[int]], scored: dict[int, list[TokenLogprobs]]) -> Iterator[Message]:
     if pending:
         yield Tokens(list(pending.items()))
+    if scored:
+        yield ScoredTokens(list(scored.items()))
 
 
 class EngineChannel:

@@ -15,13 +15,14 @@ from dataclasses import replace
 import structlog
 
 from inferd.channel import Message
-from inferd.core.messages import Cancel, Counters, Ending, Finished, Shutdown, Submit, Tokens
+from inferd.core.messages import Cancel, Counters, Ending, Finished, Shutdown, Submit
 from inferd.core.ports import Capacity, Draining, Grant, Lost, Refusal
 from inferd.core.scheduler import Limits, Plan, Scheduler
 from inferd.core.sequence import Phase, Sequence
+from inferd.delivery import deliver
 from inferd.engine_state import StateReporter
 from inferd.failures import draining, engine_failed, failed, pool_lost
-from inferd.flight import Flight
+from inferd.flight import Flight, Landed
 from inferd.surroundings import Attachment, Model, Surroundings
 from pagepool.errors import Code, PagepoolError
 
@@ -226,7 +227,7 @@ class Engine:
         if step.error is not None:
             self._step_failed(plan, step.error)
             return
-        delivered = self._deliver(plan, step.tokens, self._around.clock())
+        delivered = self._deliver(step)
         now = self._around.clock()
         # Steps overlap, their times shall not: a step lasts from the end of the one before.
         step_s, self._step_ended = now - max(step.began, self._step_ended), now
@@ -245,27 +246,16 @@ class Engine:
             if sequence.phase is not Phase.FINISHED:
                 self._fail(sequence, engine_failed(f"{type(error).__name__} in a step of the engine"))
 
-    def _deliver(self, plan: Plan, tokens: list[int], now: float) -> int:
-        """Hand the tokens over, end what they end; how many tokens went out. Those of ended requests are dropped."""
-        items: list[tuple[int, list[int]]] = []
-        ended: list[tuple[Sequence, Ending, int | None]] = []
-        for sequence, token in zip(plan.sampled, tokens, strict=True):
-            if sequence.phase is Phase.FINISHED:
-                continue
-            if token < 0:
-                self._fail(sequence, engine_failed("the model's logits are not finite"))
-                continue
-            ending = sequence.accept(token, now, self._eos_token_ids)
-            taken = ending in (None, Ending.MAX_TOKENS)
-            if taken:
-                items.append((sequence.request, [token]))
-            if ending is not None:
-                ended.append((sequence, ending, None if taken else token))
-        if items:
-            self._around.send(Tokens(items))
-        for sequence, ending, stop_token_id in ended:
+    def _deliver(self, step: Landed) -> int:
+        """Hand the tokens over, end what they end; how many tokens went out."""
+        delivery = deliver(step, self._around.clock(), self._eos_token_ids)
+        for message in delivery.messages:
+            self._around.send(message)
+        for sequence in delivery.broken:
+            self._fail(sequence, engine_failed("the model's logits are not finite"))
+        for sequence, ending, stop_token_id in delivery.ended:
             self._finish(sequence, ending, stop_token_id)
-        return len(items)
+        return delivery.generated
 
     # -- the ends of requests
 

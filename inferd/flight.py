@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import structlog
 
 from inferd.core.scheduler import Plan
+from inferd.logprobs import Scores
 from inferd.sampler import Row
-from inferd.surroundings import DeviceLostError, Model, Pending
+from inferd.surroundings import DeviceLostError, Model, Pending, Scoring
 
 log = structlog.get_logger(__name__)
 
@@ -24,13 +25,15 @@ log = structlog.get_logger(__name__)
 class Landed:
     """A step that is over, and that the engine began with at `began`.
 
-    tokens has one for each of plan.sampled, -1 where the logits were not finite; with an error it has none.
+    tokens has one for each of plan.sampled, -1 where the logits were not finite; with an error it has none. scores is
+    None where nothing was asked for beside tokens.
     """
 
     plan: Plan
     began: float
     tokens: list[int] = field(default_factory=list)
     forward_s: float = 0.0
+    scores: Scores | None = None
     error: Exception | None = None
 
 
@@ -65,7 +68,7 @@ class Flight:
 
     def launch(self, model: Model, plan: Plan, began: float) -> None:
         """Launch a step that was just planned. What goes wrong shows when it is collected."""
-        rows = [Row(sequence.submit.sampling, sequence.num_launched) for sequence in plan.sampled]
+        rows = [Row(sequence.submit.sampling, sequence.num_launched, sequence.extras) for sequence in plan.sampled]
         try:
             pending: Pending = model.launch(plan.input, rows)
         except DeviceLostError:
@@ -78,7 +81,10 @@ class Flight:
         """Wait for the oldest step. Raises only DeviceLostError."""
         plan, began, pending = self._steps.popleft()
         try:
-            return Landed(plan, began, pending.tokens(), pending.forward_s)
+            tokens = pending.tokens()
+            return Landed(
+                plan, began, tokens, pending.forward_s, pending.scores() if isinstance(pending, Scoring) else None
+            )
         except DeviceLostError:
             raise
         except Exception as error:

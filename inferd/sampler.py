@@ -1,9 +1,10 @@
 """Which token comes next: one row of logits in, one token id out, whatever else is in the batch.
 
-Greedy takes the likeliest token. Sampling narrows the candidates as transformers' logits processors do and in their
-order (temperature, top_k, top_p, min_p), then takes the largest of log-probability plus Gumbel noise (Gumbel-max: a
-sample of the softmax without a division or a cumulative sum, so that a last-bit difference in the logits does not flip
-it). The noise of a token is a function of (seed, sample index, position, token id) alone.
+What a request wants done to its logits is done first (inferd.adjust). Greedy then takes the likeliest token. Sampling
+narrows the candidates as transformers' logits processors do and in their order (temperature, top_k, top_p, min_p), then
+takes the largest of log-probability plus Gumbel noise (Gumbel-max: a sample of the softmax without a division or a
+cumulative sum, so that a last-bit difference in the logits does not flip it). The noise of a token is a function of
+(seed, sample index, position, token id) alone.
 
 Hash: SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with Stafford's
 Mix13), a counter-based generator: output i of the stream that starts at s is mix(s + i * GAMMA).
@@ -19,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from inferd.adjust import adjusted
+from inferd.core.history import Extras
 from inferd.core.messages import Sampling
 
 Floats = npt.NDArray[np.float32]
@@ -37,22 +40,35 @@ _BOUND = np.exp(-np.arange(_MAX_NOISE, dtype=np.float64))
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How one row of logits is sampled. `position` is that of the token to come in its sequence."""
+    """How one row of logits is sampled. `position` is that of the token to come in its sequence.
+
+    `extras` is None for a request that asks for nothing of LOGITS_FIELDS; its history is that of the tokens before.
+    """
 
     sampling: Sampling
     position: int
+    extras: Extras | None = None
 
 
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    """The token id for each row of float32 [rows, vocab]; -1 where the logits hold a NaN or nothing finite."""
+    """The token id for each row of float32 [rows, vocab]; -1 where the logits hold a NaN or nothing finite.
+
+    The logits stay as they are.
+    """
     values: Floats = logits.numpy()
     tokens: list[int] = values.argmax(axis=1).tolist()  # torch's takes many times as long here
     for index, row in enumerate(rows):
-        top = values[index, tokens[index]]
+        scores = values[index]
+        top = scores[tokens[index]]
         if not np.isfinite(top):
             tokens[index] = -1
-        elif row.sampling.temperature > 0:
-            tokens[index] = _sample_row(values[index] - top, row)
+            continue
+        if row.extras is not None:
+            scores = adjusted(scores, row.extras)
+            tokens[index] = int(scores.argmax())
+            top = scores[tokens[index]]
+        if row.sampling.temperature > 0:
+            tokens[index] = _sample_row(scores - top, row)
     return tokens
 
 

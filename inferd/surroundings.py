@@ -6,11 +6,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from inferd.channel import Message
 from inferd.core.messages import Shutdown
 from inferd.core.ports import KvPool, StepInput
+from inferd.logprobs import Scores
 from inferd.sampler import Row
 
 
@@ -62,6 +63,14 @@ class Pending(Protocol):
         """
 
 
+@runtime_checkable
+class Scoring(Protocol):
+    """What a Pending is besides, if its model can do what ModelCard.unsupported_fields does not name."""
+
+    def scores(self) -> Scores | None:
+        """The logprobs that rows and targets asked for, None if nothing did; known once `tokens` has returned."""
+
+
 class Model(Protocol):
     """A model over the blocks of one pool. Steps run one after the other, in the order in which they were launched."""
 
@@ -72,7 +81,8 @@ class Model(Protocol):
     def launch(self, step: StepInput, rows: Sequence[Row]) -> Pending:
         """Write the step's KV and sample a token from each of its logit rows, as its Row says; need not wait.
 
-        With a depth of more than 1, ids may be tokens that are not known yet: see StepInput.
+        With a depth of more than 1, ids may be tokens that are not known yet: see StepInput. Rows with extras and steps
+        with targets come only to a model whose pending steps are Scoring.
         """
 
 

@@ -20,6 +20,36 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
+class Adjustments:
+    """What is done to the logits before a token is chosen, greedily or not; what does nothing stands as the default.
+
+    biases[i] is added to the logit of bias_token_ids[i]; see inferd.adjust for the others, and the order.
+    """
+
+    bias_token_ids: list[int] = dataclasses.field(default_factory=list)
+    biases: list[float] = dataclasses.field(default_factory=list)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether it depends on the tokens so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+LOGITS_FIELDS = (
+    "sampling.repetition_penalty",
+    "sampling.presence_penalty",
+    "sampling.frequency_penalty",
+    "sampling.logit_bias",
+    "logprobs",
+    "prompt_logprobs",
+)
+"""Fields of GenerateRequest that need the logits themselves, which not every device gives; see ModelCard."""
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """What an engine process needs to know; the front's first message to it. Values are those of inferd's flags.
 
@@ -50,7 +80,8 @@ class ModelCard:
 
     folder holds the config as transformers reads it. tokenizer is a folder with the tokenizer.json,
     tokenizer_config.json and, if the model has one, chat_template.jinja that transformers itself wrote, so that the
-    front needs neither transformers nor torch. digest is SHA-256 over config and weights.
+    front needs neither transformers nor torch. digest is SHA-256 over config and weights. unsupported_fields are those
+    of LOGITS_FIELDS that the engine's device cannot do: the front refuses them.
     """
 
     folder: str
@@ -61,11 +92,16 @@ class ModelCard:
     dtype: str
     eos_token_ids: list[int]
     digest: bytes
+    unsupported_fields: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A new request. `request` is the front's number for it, never reused."""
+    """A new request. `request` is the front's number for it, never reused.
+
+    logprobs n asks for those of each token generated and of the n likeliest beside it, prompt_logprobs n for those of
+    the prompt's tokens: such a request computes its whole prompt, whatever of it the pool has.
+    """
 
     request: int
     prompt: list[int]
@@ -75,6 +111,9 @@ class Submit:
     ignore_eos: bool = False
     salt: bytes = b""
     priority: int = 0
+    adjustments: Adjustments | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +156,35 @@ class Tokens:
     """New tokens of several requests, one entry per request: [request, token ids]."""
 
     items: list[tuple[int, list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found a token, and the likeliest ones, likeliest first; natural logarithms.
+
+    Of the model's own logits, before adjustments, temperature and the rest of sampling. -inf where those say so.
+    """
+
+    token_id: int
+    logprob: float
+    top_token_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """New tokens of requests that asked for logprobs, for which Tokens has nothing; one entry per request."""
+
+    items: list[tuple[int, list[TokenLogprobs]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Logprobs of prompt tokens, from `first_position` on; all of them, in order, before the request's first token."""
+
+    request: int
+    first_position: int
+    logprobs: list[TokenLogprobs]
 
 
 @dataclass(frozen=True, slots=True)

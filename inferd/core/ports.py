@@ -35,6 +35,7 @@ __all__ = [
     "Step",
     "StepInput",
     "TableRequest",
+    "Target",
 ]
 
 
@@ -56,6 +57,15 @@ class KvPool(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """A token whose logprob is wanted, with the `top` likeliest, under the logits of row `row` of a step's tokens."""
+
+    row: int
+    token_id: int
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """One forward over packed, padding-free sequences; T tokens of S sequences.
 
@@ -67,6 +77,7 @@ class StepInput:
     kv_lens      [S]; tokens to attend to, this step's included
     tables       [S]; packed entries of each sequence's block table, the same object as long as they do not change
     logit_rows   rows of T from which a token is sampled
+    targets      whose logprobs are wanted; empty unless the model's pending steps are inferd.surroundings.Scoring
     """
 
     token_ids: Sequence[int]
@@ -76,3 +87,4 @@ class StepInput:
     kv_lens: Sequence[int]
     tables: Sequence[Sequence[int]]
     logit_rows: Sequence[int]
+    targets: Sequence[Target] = ()

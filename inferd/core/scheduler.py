@@ -6,13 +6,16 @@ Pure: events of the pool and requests of the front go in, a `Step` for memd and 
 from __future__ import annotations
 
 import bisect
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from inferd.core.ports import Commit, Grant, PoolInfo, Refusal, Step, StepInput, TableRequest
+from inferd.core.ports import Commit, Grant, PoolInfo, Refusal, Step, StepInput, TableRequest, Target
 from inferd.core.sequence import Phase, Sequence
 from pagekernels.layout import slot_mapping, slot_of
 from pagepool.errors import PagepoolError, Reason, invalid_field
+
+SCORED_ROWS = 128
+"""Rows of a step whose logits are kept for prompt logprobs: 128 MB of them for a vocabulary of 256 Ki tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +43,15 @@ class Limits:
 class Plan:
     """One step: how many tokens of each sequence it computes, and whose next token it samples, in logit_rows' order.
 
-    prefill_tokens are those that belong to prompts.
+    prefill_tokens are those that belong to prompts. scored says whose prompt tokens the input's targets are, in their
+    order: sequence, position of the first, count.
     """
 
     input: StepInput
     chunks: list[tuple[Sequence, int]]
     sampled: list[Sequence]
     prefill_tokens: int
+    scored: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -57,8 +62,10 @@ class Scheduler:
     queue asks, each time that blocks have come free. Every step decodes first and fills up with chunks of prefill.
 
     Steps may be planned before the tokens of the one before are known: what a sequence decodes then is a reference to
-    them (see StepInput). For that each plan takes in every sequence that decodes. Every plan is launched, and collected
-    in that order; what a sequence that has ended still has in flight is then dropped. Not thread-safe.
+    them (see StepInput). For that each plan takes in every sequence that decodes, but for those whose history decides
+    what comes next: they are left out until their last token is known, and so take part in every other step. Every
+    plan is launched, and collected in that order; what a sequence that has ended still has in flight is then dropped.
+    Not thread-safe.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -170,14 +177,21 @@ class Scheduler:
         """The next step, to be launched, or None if there is nothing to compute."""
         ready = [sequence for sequence in self.running if sequence.num_pending]
         chunks = [(sequence, 1) for sequence in ready if sequence.num_launched >= sequence.num_prompt]
-        num_decodes, budget = len(chunks), self._limits.max_batch_tokens - len(chunks)
+        num_decodes, budget, scored_rows = len(chunks), self._limits.max_batch_tokens - len(chunks), SCORED_ROWS
         for sequence in ready if num_decodes < len(ready) else ():
             # Not positive where it decodes, or where nothing is left of the budget.
             count = min(sequence.num_prompt - sequence.num_launched, budget)
+            if count > 0 and sequence.scores_prompt:
+                count = min(count, scored_rows)
+                scored_rows -= count
             if count > 0:
                 chunks.append((sequence, count))
                 budget -= count
-        return self._pack(chunks, num_decodes, now) if chunks else None
+        if not chunks:
+            return None
+        scoring = any(sequence.scores_prompt for sequence, _ in chunks[num_decodes:])
+        plan = self._pack(chunks, num_decodes, now)
+        return _scored(plan, num_decodes) if scoring else plan
 
     def collected(self, plan: Plan, *, written: bool = True) -> None:
         """A step is over. Unless it failed, the KV of its tokens has been written, and memd shall know."""
@@ -213,6 +227,7 @@ class Scheduler:
             num_blocks=sequence.blocks_needed(self._block_size),
             salt=sequence.submit.salt,
             priority=sequence.submit.priority,
+            no_match=sequence.scores_prompt,
         )
 
     def _pack(self, chunks: list[tuple[Sequence, int]], num_decodes: int, now: float) -> Plan:
@@ -245,6 +260,20 @@ class Scheduler:
             logit_rows=rows,
         )
         return Plan(step, chunks, sampled, len(tokens) - num_decodes)
+
+
+def _scored(plan: Plan, num_decodes: int) -> Plan:
+    """The plan with the prompt tokens that its chunks of prefill score."""
+    targets: list[Target] = []
+    scored: list[tuple[Sequence, int, int]] = []
+    row = num_decodes
+    for sequence, count in plan.chunks[num_decodes:]:
+        if sequence.scores_prompt:
+            first = sequence.num_scored
+            targets += sequence.targets(count, row)
+            scored.append((sequence, first, sequence.num_scored - first))
+        row += count
+    return replace(plan, input=replace(plan.input, targets=targets), scored=scored)
 
 
 def _rank(sequence: Sequence) -> tuple[int, float, int]:

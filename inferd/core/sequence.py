@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
 
+from inferd.core.history import Extras
 from inferd.core.messages import Ending, Submit, Used
-from inferd.core.ports import Grant
+from inferd.core.ports import Grant, Target
 from pagepool.errors import PagepoolError, Reason, invalid_field
 
 
@@ -56,6 +57,8 @@ class Sequence:
         self.max_length = self.num_prompt + submit.max_tokens
         self.num_computed = self.num_launched = self.in_flight = 0
         self.row = 0
+        self.extras = Extras.of(submit)
+        self.num_scored = 1  # prompt tokens whose logprobs need no more steps; nothing comes before the first
         self.cached_tokens = 0
         self.table_id = 0
         self.entries: Seq[int] = ()
@@ -77,8 +80,21 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens for the steps to come; none once the last token is being sampled, for nothing follows from its KV."""
-        return self.length - self.num_launched if self.length < self.max_length else 0
+        """Tokens for the steps to come; none once the last token is being sampled, for nothing follows from its KV.
+
+        And none, for a sequence whose history decides what comes next, while its last token is not known.
+        """
+        if self.length >= self.max_length:
+            return 0
+        if self.extras is not None and self.extras.history is not None:
+            return len(self.tokens) - self.num_launched if self.length == len(self.tokens) else 0
+        return self.length - self.num_launched
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether logprobs of its prompt are wanted that no step has been launched for."""
+        asked = self.extras is not None and self.extras.prompt_logprobs is not None
+        return asked and self.num_scored < self.num_prompt
 
     def blocks_needed(self, block_size: int) -> int:
         """Blocks that hold the whole request. The last token is never computed, so it needs no place."""
@@ -117,6 +133,14 @@ class Sequence:
         self.row = row
         return True
 
+    def targets(self, count: int, row: int) -> list[Target]:
+        """The prompt tokens that the last `count` tokens launched, in a step's rows from `row` on, give logprobs of."""
+        assert self.extras is not None
+        first = self.num_launched - count
+        begin, self.num_scored = self.num_scored, max(self.num_scored, min(self.num_launched + 1, self.num_prompt))
+        top = self.extras.prompt_logprobs or 0
+        return [Target(row + at - 1 - first, self.tokens[at], top) for at in range(begin, self.num_scored)]
+
     def advance(self, count: int) -> list[int]:
         """The KV of `count` more tokens has been written; these tokens, for the commit."""
         first = self.num_computed
@@ -136,6 +160,8 @@ class Sequence:
         if token in eos_token_ids and not self.submit.ignore_eos:
             return Ending.END_OF_SEQUENCE
         self.tokens.append(token)
+        if self.extras is not None and self.extras.history is not None:
+            self.extras.history.add(token)
         return Ending.MAX_TOKENS if len(self.tokens) == self.max_length else None
 
     def finish(self) -> None:

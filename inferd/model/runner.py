@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from inferd.core.ports import StepInput
+from inferd.logprobs import Scores, score
 from inferd.model.attention import PagedAttention, attending
 from inferd.model.load import ServedModel
 from inferd.model.probe import forward
@@ -24,10 +25,15 @@ class Computed:
 
     sampled: list[int]
     forward_s: float
+    scored: Scores | None = None
 
     def tokens(self) -> list[int]:
         """The token sampled from each logit row."""
         return self.sampled
+
+    def scores(self) -> Scores | None:
+        """See inferd.surroundings.Scoring."""
+        return self.scored
 
 
 class ModelRunner:
@@ -44,15 +50,20 @@ class ModelRunner:
         began = time.perf_counter()
         logits = self.forward(step)
         forward_s = time.perf_counter() - began
-        return Computed(sample(logits, rows), forward_s)
+        tokens = sample(logits[: len(rows)], rows)
+        return Computed(tokens, forward_s, score(logits, step.targets, rows, tokens))
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Write the K and V of the step's tokens into their slots; float32 [len(logit_rows), vocab_size] logits."""
+        """Write the K and V of the step's tokens into their slots; float32 [rows, vocab_size] logits.
+
+        The rows are the step's logit_rows and then those of its targets.
+        """
         self._attention.begin(attention_batch(step), np.array(step.slots, np.int64))
         input_ids = torch.tensor([step.token_ids])
         position_ids = torch.tensor([step.positions])
-        rows = torch.tensor(step.logit_rows, dtype=torch.long)  # may be empty
+        wanted = [*step.logit_rows, *(target.row for target in step.targets)]
+        rows = torch.tensor(wanted, dtype=torch.long)  # may be empty
         with attending(self._attention):
             logits = forward(self.served.model, input_ids, position_ids, rows)
         return logits.float()

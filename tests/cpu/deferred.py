@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from inferd.core.ports import StepInput
+from inferd.logprobs import Scores
 from inferd.sampler import Row
-from inferd.surroundings import Model, Pending
+from inferd.surroundings import Model, Pending, Scoring
 
 
 class Deferred:
@@ -64,6 +65,10 @@ class DeferredStep:
         self.computed = self.owner.model.launch(replace(self.step, token_ids=ids), self.rows)
         self.sampled = self.computed.tokens()
         return list(self.sampled)
+
+    def scores(self) -> Scores | None:
+        assert isinstance(self.computed, Scoring), "not known yet"
+        return self.computed.scores()
 
     def _resolved(self, row: int) -> int:
         assert self.before

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from inferd.core.messages import EngineState, Failed, Finished, Sampling, Submit, Tokens
+from inferd.core.messages import (
+    EngineState,
+    Failed,
+    Finished,
+    PromptLogprobs,
+    Sampling,
+    ScoredTokens,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+)
 from inferd.core.ports import Step
 from inferd.core.scheduler import Limits
 from inferd.engine import Engine
@@ -110,7 +120,8 @@ class Rig:
         raise AssertionError(f"still busy after {most} turns")
 
     def generated(self, request: int) -> list[int]:
-        return [
+        """Its tokens, which all come as one kind of message."""
+        plain = [
             token
             for message in self.sent
             if isinstance(message, Tokens)
@@ -118,6 +129,33 @@ class Rig:
             if owner == request
             for token in tokens
         ]
+        scored = [each.token_id for each in self.scored(request)]
+        assert not plain or not scored
+        return plain or scored
+
+    def scored(self, request: int) -> list[TokenLogprobs]:
+        return [
+            each
+            for message in self.sent
+            if isinstance(message, ScoredTokens)
+            for owner, logprobs in message.items
+            if owner == request
+            for each in logprobs
+        ]
+
+    def prompt_scored(self, request: int) -> list[TokenLogprobs]:
+        """The logprobs of its prompt, which come in order, without a gap, and before its first token."""
+        found: list[TokenLogprobs] = []
+        for message in self.sent:
+            if isinstance(message, PromptLogprobs) and message.request == request:
+                assert message.first_position == len(found) + 1
+                assert message.logprobs
+                found += message.logprobs
+            elif isinstance(message, Tokens | ScoredTokens) and request in dict(message.items):
+                break
+        every = [each for each in self.sent if isinstance(each, PromptLogprobs) and each.request == request]
+        assert sum(len(each.logprobs) for each in every) == len(found), "some came late"
+        return found
 
     def end(self, request: int) -> Finished | Failed | None:
         ends = [each for each in self.sent if isinstance(each, Finished | Failed) and each.request == request]

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from inferd.core.messages import Sampling
+from inferd.core.history import Extras
+from inferd.core.messages import Adjustments, Sampling, Submit
 from inferd.core.ports import Capacity, Grant, Lost, PoolEvent, PoolInfo, Refusal, Step, StepInput
+from inferd.logprobs import Scores, score
 from inferd.sampler import Row, sample
 from memd.core import values
 from memd.core.geometry import Geometry
@@ -101,9 +103,13 @@ class Computed:
 
     sampled: list[int]
     forward_s: float
+    scored: Scores | None = None
 
     def tokens(self) -> list[int]:
         return self.sampled
+
+    def scores(self) -> Scores | None:
+        return self.scored
 
 
 class TokenModel:
@@ -122,7 +128,9 @@ class TokenModel:
         self.poison_request_with: int | None = None  # a sequence whose context begins with it gets NaN logits
 
     def launch(self, step: StepInput, rows: Sequence[Row]) -> Computed:
-        return Computed(sample(self.forward(step), rows), 1e-4)
+        logits = self.forward(step)
+        tokens = sample(logits[: len(rows)], rows)
+        return Computed(tokens, 1e-4, score(logits, step.targets, rows, tokens))
 
     def holds(self, table: Sequence[int], first: int, tokens: Sequence[int]) -> bool:
         """Whether the KV of these tokens has been written to the table's positions from `first` on."""
@@ -136,19 +144,19 @@ class TokenModel:
                 self._kv[slot] = 0 if error else token
         if error:
             raise error
-        rows: list[np.ndarray[tuple[int], np.dtype[np.float32]]] = []
+        rows: dict[int, np.ndarray[tuple[int], np.dtype[np.float32]]] = {}
+        wanted = [*step.logit_rows, *(target.row for target in step.targets)]
         first = 0
         for q_len, kv_len, table in zip(step.q_lens, step.kv_lens, step.tables, strict=True):
             assert list(step.positions[first : first + q_len]) == list(range(kv_len - q_len, kv_len))
             context = [int(self._kv[self._slot(table, position)]) for position in range(kv_len)]
             assert min(context) >= 0, "KV is read that was never written"
             assert context[kv_len - q_len :] == list(step.token_ids[first : first + q_len])
+            for row in set(wanted) & set(range(first, first + q_len)):
+                logits = logits_after(context[: kv_len - q_len + row - first + 1])
+                rows[row] = logits * np.nan if context[0] == self.poison_request_with else logits
             first += q_len
-            if first - 1 in step.logit_rows:
-                logits = logits_after(context)
-                rows.append(logits * np.nan if context[0] == self.poison_request_with else logits)
-        assert len(rows) == len(step.logit_rows)
-        return torch.from_numpy(np.stack(rows)) if rows else torch.empty(0, VOCAB)
+        return torch.from_numpy(np.stack([rows[row] for row in wanted])) if wanted else torch.empty(0, VOCAB)
 
     def _slot(self, table: Sequence[int], position: int) -> int:
         _, _, unit = unpack_entry(table[position // self._block_size])
@@ -160,10 +168,13 @@ def logits_after(context: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float
     return (3 * np.random.default_rng(context).standard_normal(VOCAB)).astype(np.float32)
 
 
-def continuation(prompt: list[int], count: int, sampling: Sampling) -> list[int]:
-    """What a correct engine generates, computed alone and without any pool."""
+def continuation(prompt: list[int], count: int, sampling: Sampling, how: Adjustments | None = None) -> list[int]:
+    """What a correct engine generates, computed alone and without any pool; counts what penalties depend on anew."""
     tokens = list(prompt)
     for _ in range(count):
         logits = torch.from_numpy(logits_after(tokens)[None])
-        tokens += sample(logits, [Row(sampling, len(tokens))])
+        extras = Extras.of(Submit(0, prompt, count, adjustments=how))
+        for token in tokens[len(prompt) :] if extras and extras.history else ():
+            extras.history.add(token)
+        tokens += sample(logits, [Row(sampling, len(tokens), extras)])
     return tokens[len(prompt) :]

@@ -12,6 +12,7 @@ import pytest
 
 from inferd.channel import EngineChannel, FrontChannel, coalesce, decode, encode
 from inferd.core.messages import (
+    Adjustments,
     Cancel,
     Counters,
     Ending,
@@ -19,10 +20,13 @@ from inferd.core.messages import (
     Failed,
     Finished,
     ModelCard,
+    PromptLogprobs,
     Sampling,
+    ScoredTokens,
     Setup,
     Shutdown,
     Submit,
+    TokenLogprobs,
     Tokens,
     Used,
 )
@@ -31,9 +35,12 @@ MESSAGES = [
     Setup(model="m", memd="unix:/run/memd.sock", warmup=False),
     ModelCard("f", "t", "Llama", 2048, 49152, "float32", [0, 2], bytes(range(32))),
     Submit(7, [1, 2, 3], 5, Sampling(0.5, 0.9, 40, 0.1, 2**64 - 1, 3), [4], ignore_eos=True, salt=b"\x00\xff"),
+    Submit(8, [1], 5, adjustments=Adjustments([3, 4], [0.1, -7.0], 1.1, 0.5, -0.25), logprobs=0, prompt_logprobs=20),
     Cancel(7),
     Shutdown(1.5),
     Tokens([(1, [2, 3]), (4, [5])]),
+    ScoredTokens([(1, [TokenLogprobs(2, -0.1, [2, 9], [-0.1, -4.3])]), (4, [TokenLogprobs(5, -float("inf"), [], [])])]),
+    PromptLogprobs(4, 17, [TokenLogprobs(3, -1 / 3, [7], [-0.2])]),
     Finished(1, Ending.STOP_TOKEN, Used(3, 2, 1, 0.1, 0.2, 0.3), stop_token_id=9),
     Failed(1, "POOL_LOST", "memd ist fort: ‰", retry_after_s=1.0, metadata={"a": "b"}),
     EngineState("serving", "", 2**64 - 1, 16, 100, 1, 2, Counters(steps=3, forward_s=0.25)),
@@ -47,7 +54,7 @@ def test_every_message_arrives_as_it_was_sent(message: Any) -> None:
     assert type(arrived) is type(message)
     if isinstance(message, Finished):
         assert arrived.ending is Ending.STOP_TOKEN
-    if isinstance(message, Tokens):
+    if isinstance(message, Tokens | ScoredTokens):
         assert isinstance(arrived.items[0], tuple)
 
 
@@ -62,6 +69,25 @@ def test_tokens_coalesce_but_never_overtake_what_came_before_them() -> None:
     done = Finished(1, Ending.MAX_TOKENS, Used(1, 0, 2, 0, 0, 0))
     batch = [Tokens([(1, [10]), (2, [20])]), Tokens([(2, [21]), (1, [11])]), done, Tokens([(2, [22])])]
     assert list(coalesce(batch)) == [Tokens([(1, [10, 11]), (2, [20, 21])]), done, Tokens([(2, [22])])]
+
+
+def test_tokens_with_logprobs_coalesce_beside_those_without() -> None:
+    a, b, c, d = (TokenLogprobs(token, -1.0, [], []) for token in range(4))
+    prompt = PromptLogprobs(2, 1, [d])
+    batch = [
+        prompt,
+        ScoredTokens([(2, [a])]),
+        Tokens([(1, [10])]),
+        ScoredTokens([(2, [b]), (3, [d])]),
+        Tokens([(1, [11])]),
+    ]
+    assert list(coalesce([*batch, prompt, ScoredTokens([(2, [c])])])) == [
+        prompt,
+        Tokens([(1, [10, 11])]),
+        ScoredTokens([(2, [a, b]), (3, [d])]),
+        prompt,
+        ScoredTokens([(2, [c])]),
+    ]
 
 
 @pytest.fixture

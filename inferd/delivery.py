@@ -1,0 +1,83 @@
+"""What a step that is over says to whom: tokens and logprobs for the front, and which sequences end by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from inferd.channel import Message
+from inferd.core.messages import Ending, PromptLogprobs, ScoredTokens, TokenLogprobs, Tokens
+from inferd.core.sequence import Phase, Sequence
+from inferd.flight import Landed
+from inferd.logprobs import Scores
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """messages go to the front first; then `broken` sequences fail, whose logits are not finite, and others end.
+
+    Of those that end the token that ended them, unless it was delivered. generated counts the tokens in the messages.
+    """
+
+    messages: list[Message]
+    ended: list[tuple[Sequence, Ending, int | None]]
+    broken: list[Sequence]
+    generated: int
+
+
+def deliver(step: Landed, now: float, eos_token_ids: frozenset[int]) -> Delivery:
+    """Have the sequences accept a step's tokens; those of sequences that had ended before are dropped."""
+    items: list[tuple[int, list[int]]] = []
+    ended: list[tuple[Sequence, Ending, int | None]] = []
+    broken = [] if step.scores is None else _unscored(step, step.scores)
+    for sequence, token in zip(step.plan.sampled, step.tokens, strict=True):
+        if sequence.phase is Phase.FINISHED or (broken and sequence in broken):
+            continue
+        if token < 0:
+            broken.append(sequence)
+            continue
+        ending = sequence.accept(token, now, eos_token_ids)
+        taken = ending in (None, Ending.MAX_TOKENS)
+        if taken:
+            items.append((sequence.request, [token]))
+        if ending is not None:
+            ended.append((sequence, ending, None if taken else token))
+    messages: list[Message] = []
+    if step.scores is not None:
+        messages += _prompt_logprobs(step, step.scores, broken)
+        messages += _tokens(step, step.scores, items)
+    elif items:
+        messages.append(Tokens(items))
+    return Delivery(messages, ended, broken, len(items))
+
+
+def _prompts(step: Landed, scores: Scores) -> Iterator[tuple[Sequence, int, list[TokenLogprobs | None]]]:
+    """The logprobs of each live sequence's prompt tokens, and the position of the first."""
+    at = 0
+    for sequence, first, count in step.plan.scored:
+        found, at = scores.prompt[at : at + count], at + count
+        if sequence.phase is not Phase.FINISHED:
+            yield sequence, first, found
+
+
+def _unscored(step: Landed, scores: Scores) -> list[Sequence]:
+    return [sequence for sequence, _, found in _prompts(step, scores) if None in found]
+
+
+def _prompt_logprobs(step: Landed, scores: Scores, broken: list[Sequence]) -> Iterator[PromptLogprobs]:
+    for sequence, first, found in _prompts(step, scores):
+        if sequence not in broken:
+            yield PromptLogprobs(sequence.request, first, [each for each in found if each is not None])
+
+
+def _tokens(step: Landed, scores: Scores, items: list[tuple[int, list[int]]]) -> Iterator[Message]:
+    """The step's tokens, each in the one kind of message or the other."""
+    found = {
+        sequence.request: each
+        for sequence, each in zip(step.plan.sampled, scores.sampled, strict=True)
+        if each is not None
+    }
+    if scored := [(request, [found[request]]) for request, _ in items if request in found]:
+        yield ScoredTokens(scored)
+    if plain := [item for item in items if item[0] not in found]:
+        yield Tokens(plain)
