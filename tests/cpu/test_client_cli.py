@@ -140,6 +140,38 @@ def test_generate_takes_a_chat_message_from_stdin_and_prints_json(inferd: Script
     assert not inferd.requests[0].sampling.HasField("temperature")
 
 
+def test_generate_passes_penalties_bias_and_logprobs_on(inferd: ScriptedInferd, start: Start) -> None:
+    penalties = ["--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--frequency-penalty", "0.25"]
+    flags = [*penalties, "--logit-bias", "7=-100", "--logit-bias", "9=2.5", "--logprobs", "0", "--prompt-logprobs", "3"]
+    process = start("generate", "hi", "--json", *flags)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    (request,) = inferd.requests
+    sampling = request.sampling
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -0.5, 0.25)
+    assert dict(sampling.logit_bias) == {7: -100.0, 9: 2.5}
+    assert (request.HasField("logprobs"), request.logprobs, request.prompt_logprobs) == (True, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--logprobs", "2"], "--logprobs is given without --json"),
+        (["--prompt-logprobs", "0"], "--logprobs is given without --json"),
+        (["--logit-bias", "the=1"], "'the=1' is not ID=BIAS, such as 42=-100"),
+        (["--logit-bias", "7"], "'7' is not ID=BIAS"),
+    ],
+)
+def test_flags_of_generate_that_do_not_fit_are_refused(
+    inferd: ScriptedInferd, start: Start, flags: list[str], line: str
+) -> None:
+    process = start("generate", "hi", *flags)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (2, "")
+    assert line in err
+    assert not inferd.requests
+
+
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_or_a_closed_terminal_cancels_generate_on_the_server_and_exits_130(
     inferd: ScriptedInferd, start: Start, end: signal.Signals
@@ -189,7 +221,7 @@ def test_ctrl_c_stops_an_answer_but_not_the_chat(inferd: ScriptedInferd, start: 
     assert len(inferd.requests[1].chat.messages) == 3
 
 
-@pytest.mark.parametrize("words", [["generate", "hi"], ["chat"], ["blocks"]])
+@pytest.mark.parametrize("words", [["generate", "hi"], ["chat"], ["blocks"], ["doctor"]])
 def test_a_daemon_that_does_not_run_is_one_line_with_the_way_out(start: Start, words: list[str]) -> None:
     process = start(*words)
     out, err = process.communicate(timeout=30)
@@ -206,6 +238,8 @@ def test_a_daemon_that_does_not_run_is_one_line_with_the_way_out(start: Start, w
         (["generate", "hi", "--max-tokens", str(1 << 40)], "max_tokens is 1099511627776"),
         (["generate", "hi", "--top-k", "many"], "argument --top-k: invalid int value: 'many'"),
         (["generate", "\udcff"], "must be valid text"),
+        (["doctor", "--over", "0"], "--over is 0.0, but must be above 0 and at most 3600 seconds"),
+        (["doctor", "--over", "nan"], "--over is nan"),
     ],
 )
 def test_a_wrong_request_exits_2_and_names_what_is_wrong(

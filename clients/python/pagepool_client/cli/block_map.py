@@ -14,6 +14,7 @@ from pagepool.memd.v1.types_pb2 import (
     BlockTable,
     Pool,
 )
+from pagepool_client.diagnosis.words import size
 
 FREE = "·"
 KINDS = {
@@ -60,7 +61,7 @@ def position(entry: int) -> int:
 def draw(snapshot: Snapshot, width: int, style: Style) -> list[str]:
     """Lines: the pool in figures, the map with free rows folded, the legend, and the tables with their blocks."""
     pool = snapshot.pool
-    title = f"{style('pool', 'bold')} {pool.epoch:016x} on {pool.device}, {_bytes(pool.slab_bytes)}"
+    title = f"{style('pool', 'bold')} {pool.epoch:016x} on {pool.device}, {size(pool.slab_bytes)}"
     if not pool.usage.total_blocks:
         return [f"{title}: not cut into blocks yet, since no worker has attached"]
     lines = [f"{title}: {_cut(pool)}", _use(pool)]
@@ -76,7 +77,7 @@ def draw(snapshot: Snapshot, width: int, style: Style) -> list[str]:
 
 
 def _cut(pool: Pool) -> str:
-    blocks = f"{pool.usage.total_blocks:,} blocks of {pool.block_size} tokens, {_bytes(pool.block_bytes)} each"
+    blocks = f"{pool.usage.total_blocks:,} blocks of {pool.block_size} tokens, {size(pool.block_bytes)} each"
     return f"{pool.geometry.model_name}; {blocks}"
 
 
@@ -148,12 +149,3 @@ def _ranges(places: Iterable[int], limit: int = 8) -> str:
             runs.append([place, place])
     shown = [f"{first}-{last}" if last > first else f"{first}" for first, last in runs[:limit]]
     return ", ".join(shown) + (", …" if len(runs) > limit else "")
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"

@@ -29,6 +29,11 @@ def inferd_target(args: argparse.Namespace) -> str:
     return _target(args.inferd, args.socket_dir, "inferd")
 
 
+def inferd_targets(args: argparse.Namespace) -> list[str]:
+    """The targets of several workers, where --inferd may be repeated; the usual one if none was given."""
+    return [_target(given, args.socket_dir, "inferd") for given in args.inferd or [None]]
+
+
 def socket_dir(args: argparse.Namespace) -> Path:
     """The folder of both daemons' sockets."""
     given: Path | None = args.socket_dir

@@ -1,0 +1,112 @@
+"""How a pool's memory is used, in figures: what lies in its blocks, what holds them, and what sharing saves. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pagekernels.layout import Format, unpack_entry
+from pagepool.memd.v1.types_pb2 import BLOCK_STATE_HELD, Block, BlockTable
+from pagepool_client.diagnosis.observation import Observation
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What holds blocks: a block table, or a lease directly (`table_id` 0).
+
+    `own_blocks` are those that nothing else holds: what comes back when it lets go. `idle_s` is the time since the
+    table, or the most recent of the lease's blocks, was touched. `name` may be empty for a lease without a table.
+    """
+
+    lease_id: int
+    table_id: int
+    name: str
+    blocks: int
+    own_blocks: int
+    tokens: int
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Blocks and tokens of a pool. "Held" leaves out what is quarantined."""
+
+    available: int
+    """Blocks that can be granted now: free, or cached and unreferenced."""
+    least_available: int
+    """The same, at its lowest while the pool was watched."""
+    sealed: int
+    """Sealed blocks, held or cached: what a prompt can find."""
+    tokens: int
+    """Tokens stored in held blocks."""
+    tail_slots: int
+    """Slots without a token in held blocks that are written to in part: waste inside blocks."""
+    reserved_blocks: int
+    """Blocks of tables that hold no token yet."""
+    direct_blocks: int
+    """Held blocks that only leases hold, and no table."""
+    saved_blocks: int
+    """Blocks that tables would need in addition if none were shared between them."""
+    stray_units: int
+    """Free units beside used ones in places for a whole block: fragmentation, which only smaller formats can make."""
+    mean_table_blocks: float
+    """Blocks of a table, on average; 0 without tables."""
+    holders: Sequence[Holder]
+    """Those with most blocks of their own first."""
+
+
+def measure(observation: Observation) -> Figures:
+    """The figures of a pool that is cut into blocks. Blocks and tables may stem from slightly different moments."""
+    size, tables = observation.pool.block_size, observation.tables
+    held = [block for block in observation.blocks if block.state == BLOCK_STATE_HELD]
+    in_tables = [[holder.ref_count for holder in block.holders if holder.table_id] for block in held]
+    usages = [pool.usage for pool in (*observation.earlier, observation.pool)]
+    available = [usage.free_blocks + usage.cached_blocks for usage in usages]
+    pairs = list(zip(held, in_tables, strict=True))
+    return Figures(
+        available=available[-1],
+        least_available=min(available),
+        sealed=sum(block.sealed for block in observation.blocks),
+        tokens=sum(block.num_tokens for block in held),
+        tail_slots=sum(size - block.num_tokens for block in held if block.num_tokens),
+        reserved_blocks=sum(not block.num_tokens for block, refs in pairs if refs),
+        direct_blocks=sum(not refs for refs in in_tables),
+        saved_blocks=sum(sum(refs) - 1 for refs in in_tables if refs),
+        stray_units=stray_units(observation.blocks, Format(observation.pool.geometry.format)),
+        mean_table_blocks=sum(len(table.block_ids) for table in tables) / len(tables) if tables else 0.0,
+        holders=holders(held, tables),
+    )
+
+
+def tail_slots_at(block_size: int, tables: Iterable[BlockTable]) -> int:
+    """Slots without a token in the last written block of each table, if blocks had this size."""
+    return sum(-table.num_tokens % block_size for table in tables)
+
+
+def stray_units(blocks: Iterable[Block], native: Format) -> int:
+    """Free units in places for a block of the native format that hold smaller blocks."""
+    used = Counter[int]()
+    for block in blocks:
+        fmt, _, unit = unpack_entry(block.entry)
+        used[unit // native.itemsize] += fmt.itemsize
+    return sum(native.itemsize - units for units in used.values())
+
+
+def holders(held: Iterable[Block], tables: Sequence[BlockTable]) -> list[Holder]:
+    """Who holds these blocks, those with most blocks of their own first."""
+    by_id = {table.table_id: table for table in tables}
+    names = {table.lease_id: table.holder for table in tables}
+    blocks, own, idle = Counter[tuple[int, int]](), Counter[tuple[int, int]](), dict[tuple[int, int], float]()
+    for block in held:
+        for holder in block.holders:
+            key = holder.lease_id, holder.table_id
+            blocks[key] += 1
+            own[key] += len(block.holders) == 1
+            idle[key] = min(idle.get(key, float("inf")), block.idle_time.ToNanoseconds() / 1e9)
+    found = []
+    for key, count in blocks.items():
+        table = by_id.get(key[1], BlockTable())
+        idle_s = table.idle_time.ToNanoseconds() / 1e9 if table.table_id else idle[key]
+        found.append(Holder(*key, names.get(key[0], ""), count, own[key], table.num_tokens, idle_s))
+    return sorted(found, key=lambda holder: (-holder.own_blocks, -holder.blocks, holder.table_id, holder.lease_id))

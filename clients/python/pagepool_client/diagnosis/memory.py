@@ -1,0 +1,199 @@
+"""Rules about memory: why blocks are short, and where slots are lost. Pure; each returns a finding or None."""
+
+from __future__ import annotations
+
+import math
+
+from pagepool_client.diagnosis.figures import Holder, tail_slots_at
+from pagepool_client.diagnosis.findings import Case, Finding, Remedy, Severity
+from pagepool_client.diagnosis.sizing import advised_block_size, more_blocks
+from pagepool_client.diagnosis.words import count, share, span
+
+SMALLER_SIZES = (64, 32, 16, 8)
+HEADROOM = 0.9
+"""A pool is asked for that what is needed now would fill to this share."""
+GROWTH = 1.25
+"""The least growth worth a restart."""
+SHOWN_HOLDERS = 3
+IDLE_S = 60.0
+"""A decode step takes milliseconds: a table that nothing touched for a minute belongs to somebody who stopped."""
+HEARTBEAT_TIMEOUT_S = 30
+"""Three times memd's default."""
+
+
+def out_of_blocks(case: Case) -> Finding | None:
+    """Few blocks can be granted, or requests for some were refused: what holds them, and how many would do."""
+    refused, waiting = case.seen.counted("refused_requests"), case.seen.waiting
+    if not (case.pressed or refused):
+        return None
+    suffers = case.pressed and (refused > 0 or waiting > 0)
+    title = "is out of blocks" if suffers else "is nearly full" if case.pressed else "was out of blocks"
+    usage, figures = case.seen.pool.usage, case.figures
+    peak = max(pool.usage.held_blocks for pool in (*case.seen.earlier, case.seen.pool))
+    demand = peak + usage.quarantined_blocks + waiting * math.ceil(figures.mean_table_blocks)
+    needed = max(math.ceil(GROWTH * case.total), math.ceil(demand / HEADROOM))
+    detail = (
+        f"{usage.held_blocks:,} of {count(case.total, 'block')} are held and {figures.available:,} can be granted; "
+        f"{count(refused, 'request')} for blocks {'was' if refused == 1 else 'were'} refused "
+        f"{case.seen.time_that_counts}, and {count(waiting, 'request waits', 'requests wait')}. "
+        f"Sharing saves {count(figures.saved_blocks, 'block')}; a table has {figures.mean_table_blocks:.3g} on average."
+    )
+    numbers = {
+        "total_blocks": case.total,
+        "held_blocks": usage.held_blocks,
+        "most_held_blocks": peak,
+        "available_blocks": figures.available,
+        "refused_requests": refused,
+        "waiting_requests": waiting,
+        "saved_blocks": figures.saved_blocks,
+        "mean_table_blocks": figures.mean_table_blocks,
+        "needed_blocks": needed,
+    }
+    return Finding(
+        "out_of_blocks",
+        Severity.PROBLEM if suffers else Severity.ADVICE,
+        f"The pool {title}",
+        detail,
+        numbers,
+        more_blocks(case.seen.pool, needed),
+        [f"held by {_holder(holder)}" for holder in figures.holders[:SHOWN_HOLDERS]],
+    )
+
+
+def waste_inside_blocks(case: Case) -> Finding | None:
+    """Last blocks that are written to in part: sequences are short for blocks of this size."""
+    size_now, figures, tables = case.seen.pool.block_size, case.figures, case.seen.tables
+    written = figures.tokens + figures.tail_slots
+    matters = 10 * figures.tail_slots >= written if case.pressed else 20 * figures.tail_slots >= case.total * size_now
+    if not (figures.tail_slots and matters):
+        return None
+    waste = {smaller: tail_slots_at(smaller, tables) for smaller in SMALLER_SIZES if smaller < size_now}
+    good = [smaller for smaller, slots in waste.items() if 20 * slots <= figures.tokens + slots]
+    # The largest that wastes at most 5 %; else the one that wastes least, the larger of equals.
+    best = good[0] if good else min(waste, key=lambda smaller: (waste[smaller], -smaller), default=size_now)
+    if best == size_now or 4 * waste[best] > 3 * figures.tail_slots:
+        return None  # smaller blocks would save less than a quarter of it
+    lengths = sorted(table.num_tokens for table in tables if table.num_tokens)
+    median = lengths[(len(lengths) - 1) // 2]
+    detail = (
+        f"{figures.tail_slots:,} of {written:,} slots in written blocks ({share(figures.tail_slots, written)}) hold no "
+        f"token: half of the {count(len(lengths), 'sequence')} have at most {count(median, 'token')}, and the last "
+        f"block of {size_now} of each is empty in part."
+    )
+    effect = (
+        f"{waste[best]:,} slots would be empty ({share(waste[best], figures.tokens + waste[best])}); practice is "
+        f"{advised_block_size(case.seen.pool)} for a model of this size"
+    )
+    numbers = {
+        "empty_slots": figures.tail_slots,
+        "written_slots": written,
+        "median_tokens": median,
+        "empty_slots_then": waste[best],
+    }
+    severity = Severity.PROBLEM if case.pressed else Severity.ADVICE
+    remedy = Remedy("memd", "--block-size", f"{best}", effect)
+    return Finding("waste_inside_blocks", severity, "Blocks are large for these sequences", detail, numbers, [remedy])
+
+
+def reserved_ahead(case: Case) -> Finding | None:
+    """Blocks that tables hold for tokens still to come."""
+    reserved, held = case.figures.reserved_blocks, case.seen.pool.usage.held_blocks
+    if not reserved or 4 * reserved < (held if case.pressed else case.total):
+        return None
+    size_now, tables = case.seen.pool.block_size, case.seen.tables
+    ahead = [len(table.block_ids) - -(-table.num_tokens // size_now) for table in tables]
+    owners = sum(blocks > 0 for blocks in ahead) or 1
+    less = max(1, reserved // owners // 2) * size_now
+    detail = (
+        f"{reserved:,} of {count(held, 'held block')} ({share(reserved, held)}) hold no token yet: "
+        f"{count(owners, 'table')} took {reserved / owners:.3g} blocks each for tokens that may still come."
+    )
+    effect = (
+        f"frees half of it, {count(less // size_now, 'block')} a request: each reserves for its prompt and max_tokens"
+    )
+    return Finding(
+        "reserved_ahead",
+        Severity.PROBLEM if case.pressed else Severity.ADVICE,
+        "Blocks are reserved for tokens that may never come",
+        detail,
+        {"reserved_blocks": reserved, "held_blocks": held, "tables": owners},
+        [Remedy("request", "max_tokens", f"{less} less", effect)],
+    )
+
+
+def held_by_leases(case: Case) -> Finding | None:
+    """Blocks that clients hold by AllocateBlocks or ShareBlocks: no table can have them, and nothing evicts them."""
+    direct = case.figures.direct_blocks
+    if not direct or (10 if case.pressed else 2) * direct < case.total:
+        return None
+    leases = [holder for holder in case.figures.holders if not holder.table_id]
+    largest = leases[0]
+    detail = (
+        f"{direct:,} of {count(case.total, 'block')} ({share(direct, case.total)}) are held by "
+        f"{count(len(leases), 'lease')} directly, allocated or pinned: they cannot be evicted while the leases live."
+    )
+    effect = f"gives {count(largest.own_blocks, 'block')} back; the client that renews it does that, or ends"
+    return Finding(
+        "held_by_leases",
+        Severity.PROBLEM if case.pressed else Severity.ADVICE,
+        "Clients' leases pin a large part of the pool",
+        detail,
+        {"pinned_blocks": direct, "total_blocks": case.total, "leases": len(leases)},
+        [Remedy("client", "ReleaseLease", f"lease_id {largest.lease_id}", effect)],
+        [f"held by {_holder(holder)}" for holder in leases[:SHOWN_HOLDERS]],
+    )
+
+
+def idle_tables(case: Case) -> Finding | None:
+    """Tables that nothing has touched for long, though they hold blocks that nothing else does."""
+    idle = [one for one in case.figures.holders if one.table_id and one.own_blocks and one.idle_s >= IDLE_S]
+    blocks = sum(holder.own_blocks for holder in idle)
+    if not idle or (10 if case.pressed else 4) * blocks < case.total:
+        return None
+    first = idle[0]
+    longest = max(holder.idle_s for holder in idle)
+    detail = (
+        f"{count(len(idle), 'table')} with {count(blocks, 'block')} of {'its' if len(idle) == 1 else 'their'} own "
+        f"({share(blocks, case.total)} of the pool) {'was' if len(idle) == 1 else 'were'} not touched for "
+        f"{span(IDLE_S)} or more, one for {span(longest)}: their requests hang, or their client forgot them."
+    )
+    effect = f"gives {count(first.own_blocks, 'block')} back; at a worker, cancelling its request does that"
+    return Finding(
+        "idle_tables",
+        Severity.PROBLEM if case.pressed else Severity.ADVICE,
+        "Tables that nobody uses hold blocks",
+        detail,
+        {"tables": len(idle), "own_blocks": blocks, "longest_idle_seconds": longest},
+        [Remedy("client", "ReleaseBlockTable", f"table_id {first.table_id}", effect)],
+        [f"held by {_holder(holder)}" for holder in idle[:SHOWN_HOLDERS]],
+    )
+
+
+def lost_workers(case: Case) -> Finding | None:
+    """Workers that missed their heartbeats, and what memd cannot give to others until their processes have ended."""
+    waiting, lost = case.seen.pool.usage.quarantined_blocks, case.seen.counted("lost_leases")
+    if not (waiting or (lost and case.seen.earlier)):  # one that was lost days ago is nobody's trouble any more
+        return None
+    detail = f"{count(lost, 'lease')} ended without being released {case.seen.time_that_counts}"
+    if waiting:
+        detail += (
+            f"; {count(waiting, 'block')} ({share(waiting, case.total)} of the pool) "
+            "stay out of use until the process that could still write them has ended"
+        )
+    effect = "for workers that were only slow; one that hangs has to be ended, and one that crashed says why in its log"
+    return Finding(
+        "lost_workers",
+        Severity.PROBLEM if waiting else Severity.ADVICE,
+        "A worker or client was lost",
+        f"{detail}.",
+        {"quarantined_blocks": waiting, "lost_leases": lost},
+        [Remedy("memd", "--heartbeat-timeout", f"{HEARTBEAT_TIMEOUT_S}s", effect)],
+    )
+
+
+def _holder(holder: Holder) -> str:
+    what = f"table {holder.table_id}" if holder.table_id else f"lease {holder.lease_id}"
+    of = f" of {holder.name}" if holder.name else ""
+    stored = f", {count(holder.tokens, 'token')}" if holder.table_id else ""
+    blocks = f"{count(holder.blocks, 'block')}, {holder.own_blocks:,} of its own"
+    return f"{what}{of}: {blocks}{stored}, idle {span(holder.idle_s)}"
