@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 from google.protobuf import duration_pb2
 
-from inferd.core.messages import Ending, Finished, Used
+from inferd.core.messages import Ending, Finished, PromptLogprobs, TokenLogprobs, Used
 from inferd.dispatch import Dispatcher, TokenStream
 from inferd.text.detokenizer import Detokenizer
 from inferd.text.stops import StopFinder
@@ -21,10 +21,15 @@ _REASONS = {
 }
 
 
+MAX_SCORED = 1024
+"""Tokens with logprobs in one message: 170 KB of them with 20 others each, where gRPC takes 4 MB."""
+
+
 class Continuation:
     """Reads a stream to its end. Every token is given out once, with the text that is certain by then.
 
-    While nobody takes what is given out, tokens pile up in the stream and then come as one message.
+    While nobody takes what is given out, tokens pile up in the stream and then come as one message, or as few as hold
+    their logprobs.
     """
 
     def __init__(
@@ -41,12 +46,34 @@ class Continuation:
         ended = False
         while self._stops.found is None and not ended:
             ended = self._stream.end is not None  # asked before the read, which then has all there is
-            for event in self._tokens(await self._stream.read()):
+            tokens = await self._stream.read()
+            for event in self._news(tokens, *self._stream.take_logprobs()):
                 yield event
         whole = self._stops.found is None and isinstance(self._stream.end, Finished)
         if whole and (text := self._rest()):
             yield _tokens(text, [])
         yield _finished(await self._end(), self._stops.found, self._generated)
+
+    def _news(
+        self, token_ids: list[int], prompt: Sequence[PromptLogprobs], logprobs: list[TokenLogprobs]
+    ) -> Iterator[pb.GenerateResponse]:
+        """Events for all that a read has brought."""
+        if not prompt and not logprobs:
+            yield from self._tokens(token_ids)
+            return
+        for part in prompt:
+            found = pb.GeneratePromptLogprobs(
+                first_position=part.first_position, logprobs=[_logprobs(each) for each in part.logprobs]
+            )
+            yield pb.GenerateResponse(prompt_logprobs=found)
+        for first in range(0, len(token_ids), MAX_SCORED):
+            if self._stops.found is not None:
+                return
+            last = first + MAX_SCORED
+            for event in self._tokens(token_ids[first:last]):
+                some = logprobs[first : first + len(event.tokens.token_ids)]
+                event.tokens.logprobs.extend(_logprobs(each) for each in some)
+                yield event
 
     def _tokens(self, token_ids: list[int]) -> list[pb.GenerateResponse]:
         """The event for new tokens, if any; those behind a stop text were not asked for."""
@@ -78,6 +105,15 @@ class Continuation:
 
 def _tokens(text: str, token_ids: list[int]) -> pb.GenerateResponse:
     return pb.GenerateResponse(tokens=pb.GenerateTokens(text=text, token_ids=token_ids))
+
+
+def _logprobs(found: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        token_id=found.token_id,
+        logprob=found.logprob,
+        top_token_ids=found.top_token_ids,
+        top_logprobs=found.top_logprobs,
+    )
 
 
 def _finished(end: Finished, stop_text: str | None, generated: int) -> pb.GenerateResponse:

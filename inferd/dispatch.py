@@ -8,7 +8,18 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from inferd.core.messages import Cancel, EngineState, Failed, Finished, ModelCard, Submit, Tokens
+from inferd.core.messages import (
+    Cancel,
+    EngineState,
+    Failed,
+    Finished,
+    ModelCard,
+    PromptLogprobs,
+    ScoredTokens,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+)
 from pagepool.errors import PagepoolError, Reason
 
 STARTING_RETRY_S, POOL_RETRY_S, DRAINING_RETRY_S = 1.0, 0.5, 1.0
@@ -19,18 +30,30 @@ End = Finished | PagepoolError
 class TokenStream:
     """The tokens of one request as the engine delivers them, for one reader.
 
-    Holds at most the request's max_tokens ids, however slow the reader is.
+    Holds at most the request's max_tokens ids, however slow the reader is, and the logprobs that it asked for.
     """
 
     def __init__(self, request: int) -> None:
         self.request = request
         self.end: End | None = None
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []
         self._news = asyncio.Event()
 
     def deliver(self, tokens: list[int]) -> None:
         """More tokens."""
         self._tokens += tokens
+        self._news.set()
+
+    def deliver_scored(self, logprobs: list[TokenLogprobs]) -> None:
+        """More tokens of a request that asked for logprobs."""
+        self._logprobs += logprobs
+        self.deliver([each.token_id for each in logprobs])
+
+    def deliver_prompt(self, part: PromptLogprobs) -> None:
+        """Logprobs of more of the prompt."""
+        self._prompt_logprobs.append(part)
         self._news.set()
 
     def finish(self, end: End) -> None:
@@ -46,6 +69,15 @@ class TokenStream:
             self._news.clear()
         tokens, self._tokens = self._tokens, []
         return tokens
+
+    def take_logprobs(self) -> tuple[list[PromptLogprobs], list[TokenLogprobs]]:
+        """What came beside the tokens of the last `read`: parts of the prompt before them, and one for each of them.
+
+        To be called right after `read`; both are empty unless the request asked for logprobs.
+        """
+        prompt, self._prompt_logprobs = self._prompt_logprobs, []
+        logprobs, self._logprobs = self._logprobs, []
+        return prompt, logprobs
 
 
 class Dispatcher:
@@ -134,6 +166,8 @@ class Dispatcher:
             for request, tokens in message.items:
                 if stream := self._streams.get(request):
                     stream.deliver(tokens)
+        elif isinstance(message, ScoredTokens | PromptLogprobs):
+            self._receive_logprobs(message)
         elif isinstance(message, Finished):
             self._finish(message.request, message)
         elif isinstance(message, Failed) and message.request == 0:
@@ -145,6 +179,15 @@ class Dispatcher:
             self._on_change()
         elif isinstance(message, EngineState):
             self._enter(message)
+
+    def _receive_logprobs(self, message: ScoredTokens | PromptLogprobs) -> None:
+        if isinstance(message, PromptLogprobs):
+            if stream := self._streams.get(message.request):
+                stream.deliver_prompt(message)
+            return
+        for request, logprobs in message.items:
+            if stream := self._streams.get(request):
+                stream.deliver_scored(logprobs)
 
     def _finish(self, request: int, end: End) -> None:
         if stream := self._streams.get(request):

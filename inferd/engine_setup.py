@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,7 +114,9 @@ def assemble(setup: Setup, channel: EngineChannel, mailbox: Mailbox, undo: ExitS
     folder = resolve(setup.model, cache, tell)
     tokenizer = export_tokenizer(folder, cache)
     served, identity = load(setup, folder, cache, tell, machine.device)
-    channel.send(model_card(served, folder, tokenizer, identity))
+    channel.send(
+        replace(model_card(served, folder, tokenizer, identity), unsupported_fields=[*machine.unsupported_fields])
+    )
     worker = Worker(setup, served, identity, limits, mailbox, machine)
     around = Surroundings(worker.attach, channel.send, mailbox, time.monotonic)
     return Engine(around, limits, served.eos_token_ids)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from inferd.core.messages import LOGITS_FIELDS
 from inferd.core.scheduler import Limits
 from inferd.model.load import CPU, ServedModel
 from inferd.model.runner import ModelRunner
@@ -48,6 +49,10 @@ class Machine(Protocol):
     def device(self) -> torch.device:
         """Where the model must lie."""
 
+    @property
+    def unsupported_fields(self) -> tuple[str, ...]:
+        """Those of LOGITS_FIELDS that its models cannot do; all of them unless their pending steps are Scoring."""
+
     def bind(self, served: ServedModel, session: PoolSession, limits: Limits) -> Bound:
         """The model over the session's memory, ready for its first step. PagepoolError if that cannot be."""
 
@@ -59,6 +64,7 @@ class CpuMachine:
     """The CPU with so many threads; its kernels are compiled when this returns."""
 
     device = CPU
+    unsupported_fields: tuple[str, ...] = ()
 
     def __init__(self, threads: int, tell: Tell) -> None:
         torch.set_num_threads(threads)
@@ -88,6 +94,9 @@ class GpuOptions:
 
 class GpuMachine:
     """CUDA device `index`, current on this thread until `close`: also PyCUDA's, for the mapping of memd's memory."""
+
+    # Its sampler takes tokens on the device and knows temperature, top_k, top_p and min_p.
+    unsupported_fields = LOGITS_FIELDS
 
     def __init__(self, index: int, options: GpuOptions, tell: Tell) -> None:
         self.device = torch.device("cuda", index)

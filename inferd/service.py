@@ -108,6 +108,7 @@ class GenerationService:
             waiting_requests=state.waiting,
             running_requests=state.running,
             counters=_counters(state.counters),
+            unsupported_fields=card.unsupported_fields,
         )
 
     def _ready(self) -> tuple[ModelCard, Tokenizer]:

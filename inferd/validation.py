@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import secrets
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from inferd.core.messages import ModelCard, Sampling, Submit
+from inferd.core.messages import Adjustments, ModelCard, Sampling, Submit
 from pagepool.errors import PagepoolError, Reason, invalid_field
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 
 DEFAULT_MAX_TOKENS = 256
 MAX_TEMPERATURE = 100.0
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MAX_PENALTY, MAX_BIAS, MAX_BIASES, MAX_LOGPROBS = 2.0, 100.0, 1024, 20
 MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_TOKENS = 16, 256, 64
 MAX_REQUEST_ID_BYTES, MAX_SALT_BYTES = 128, 64
 
@@ -35,10 +38,7 @@ class Checked:
         if left < (self.max_tokens or 1):
             raise prompt_too_long(len(prompt), self.max_tokens or 1, card)
         max_tokens = self.max_tokens or min(DEFAULT_MAX_TOKENS, left)
-        draft = self.draft
-        return Submit(
-            0, prompt, max_tokens, draft.sampling, draft.stop_token_ids, draft.ignore_eos, draft.salt, draft.priority
-        )
+        return dataclasses.replace(self.draft, prompt=prompt, max_tokens=max_tokens)
 
 
 def check(request: pb.GenerateRequest, card: ModelCard) -> Checked:
@@ -59,6 +59,9 @@ def check(request: pb.GenerateRequest, card: ModelCard) -> Checked:
         ignore_eos=request.ignore_eos,
         salt=request.cache_salt,
         priority=request.priority,
+        adjustments=_adjustments(request.sampling, card),
+        logprobs=_logprobs("logprobs", request, card),
+        prompt_logprobs=_logprobs("prompt_logprobs", request, card),
     )
     max_tokens = request.max_tokens if request.HasField("max_tokens") else None
     return Checked(request.request_id or uuid.uuid4().hex, max_tokens, list(request.stop), draft)
@@ -122,6 +125,62 @@ def _sampling(given: pb.SamplingParams) -> Sampling:
         raise invalid_field("sampling.min_p", given.min_p, "from 0 to 1", "use 0 to keep all tokens")
     seed = given.seed if given.HasField("seed") else secrets.randbits(64)
     return Sampling(temperature, top_p, given.top_k, given.min_p, seed, given.sample_index)
+
+
+def _adjustments(given: pb.SamplingParams, card: ModelCard) -> Adjustments | None:
+    """What is asked of the logits; None if that is nothing."""
+    repetition = given.repetition_penalty if given.HasField("repetition_penalty") else 1.0
+    if not MIN_REPETITION_PENALTY <= repetition <= MAX_REPETITION_PENALTY:
+        limit = f"from {MIN_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}"
+        raise invalid_field("sampling.repetition_penalty", repetition, limit, "use 1 for no penalty")
+    for name, value in (("presence", given.presence_penalty), ("frequency", given.frequency_penalty)):
+        if not -MAX_PENALTY <= value <= MAX_PENALTY:
+            limit = f"from {-MAX_PENALTY:g} to {MAX_PENALTY:g}"
+            raise invalid_field(f"sampling.{name}_penalty", value, limit, "use 0 for no penalty")
+    biases = dict(given.logit_bias)
+    _check_biases(biases, card)
+    found = Adjustments(
+        list(biases), list(biases.values()), repetition, given.presence_penalty, given.frequency_penalty
+    )
+    asked: dict[str, float | str | None] = {
+        "repetition_penalty": None if repetition == 1 else repetition,
+        "presence_penalty": found.presence_penalty or None,
+        "frequency_penalty": found.frequency_penalty or None,
+        "logit_bias": f"{len(biases)} ids long" if biases else None,
+    }
+    wishes = {name: wish for name, wish in asked.items() if wish is not None}
+    for name, wish in wishes.items():
+        _check_supported(f"sampling.{name}", wish, card)
+    return found if wishes else None
+
+
+def _check_biases(biases: dict[int, float], card: ModelCard) -> None:
+    _at_most("sampling.logit_bias", len(biases), MAX_BIASES, "ids", "give fewer")
+    for token, bias in biases.items():
+        field = f"sampling.logit_bias[{token}]"
+        if token >= card.vocab_size:
+            limit = f"of a token id below {card.vocab_size}, the size of the vocabulary"
+            raise invalid_field(field, bias, limit, "take ids from Tokenize of this model")
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            limit = f"from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+            raise invalid_field(field, bias, limit, "use -100 to forbid a token")
+
+
+def _logprobs(field: str, request: pb.GenerateRequest, card: ModelCard) -> int | None:
+    """How many of the likeliest tokens are asked for; None if no logprobs are."""
+    if not request.HasField(field):
+        return None
+    count: int = getattr(request, field)
+    if count > MAX_LOGPROBS:
+        raise invalid_field(field, count, f"at most {MAX_LOGPROBS}", "ask for fewer")
+    _check_supported(field, count, card)
+    return count
+
+
+def _check_supported(field: str, value: object, card: ModelCard) -> None:
+    if field in card.unsupported_fields:
+        limit = "left out: this worker's device cannot do it yet"
+        raise invalid_field(field, value, limit, "leave it out, or ask a worker on a CPU")
 
 
 def _check_stops(stops: Iterable[str]) -> None:

@@ -56,8 +56,14 @@ class ScriptedInferd(inferd_grpc.GenerationServiceServicer):
         started = inferd_pb.GenerateStarted(request_id="r", prompt_tokens=2)
         yield inferd_pb.GenerateResponse(started=started)
         if request.text.text == "three":
+            scored = [inferd_pb.TokenLogprobs(token_id=1, logprob=-0.5)] if request.HasField("logprobs") else []
+            if request.HasField("prompt_logprobs"):
+                for first in (1, 2):
+                    part = inferd_pb.GeneratePromptLogprobs(first_position=first, logprobs=[{"token_id": first}])
+                    yield inferd_pb.GenerateResponse(prompt_logprobs=part)
             for word in ("one ", "", "two ", "three"):
-                yield inferd_pb.GenerateResponse(tokens=inferd_pb.GenerateTokens(text=word, token_ids=[1]))
+                tokens = inferd_pb.GenerateTokens(text=word, token_ids=[1], logprobs=scored)
+                yield inferd_pb.GenerateResponse(tokens=tokens)
             usage = inferd_pb.Usage(generated_tokens=4)
             finished = inferd_pb.GenerateFinished(reason=inferd_pb.FINISH_REASON_STOP, usage=usage)
             yield inferd_pb.GenerateResponse(finished=finished)
@@ -167,6 +173,24 @@ def test_a_continuation_is_read_as_events_and_as_text(inferd: ScriptedInferd, ta
         assert client.generate("three").text() == "one two three"
 
 
+def test_logprobs_are_collected_while_a_continuation_is_read(inferd: ScriptedInferd, target: str) -> None:
+    with InferenceClient(target) as client:
+        generation = client.generate("three", logprobs=0, prompt_logprobs=2)
+        assert generation.text() == "one two three"
+        assert [each.logprob for each in generation.logprobs] == [-0.5] * 4
+        assert [each.token_id for each in generation.prompt_logprobs] == [1, 2]
+        kinds = [type(event).__name__ for event in client.generate("three", prompt_logprobs=0)]
+        assert kinds == [
+            "GenerateStarted",
+            *["GeneratePromptLogprobs"] * 2,
+            *["GenerateTokens"] * 4,
+            "GenerateFinished",
+        ]
+        plain = client.generate("three")
+        assert plain.text() == "one two three"
+        assert (plain.logprobs, plain.prompt_logprobs) == ([], [])
+
+
 def test_reading_can_go_on_after_a_break_while_the_continuation_is_held(inferd: ScriptedInferd, target: str) -> None:
     with InferenceClient(target) as client:
         generation = client.generate("three")
@@ -225,6 +249,14 @@ async def test_async_a_continuation_is_read_as_text(inferd: ScriptedInferd, targ
         assert list((await client.tokenize("four")).token_ids) == [0, 1, 2, 3]
 
 
+async def test_async_logprobs_are_collected_while_a_continuation_is_read(inferd: ScriptedInferd, target: str) -> None:
+    async with AsyncInferenceClient(target) as client:
+        generation = client.generate("three", logprobs=0, prompt_logprobs=2)
+        assert await generation.text() == "one two three"
+        assert [each.logprob for each in generation.logprobs] == [-0.5] * 4
+        assert [each.token_id for each in generation.prompt_logprobs] == [1, 2]
+
+
 async def test_async_leaving_a_loop_over_a_continuation_cancels_it(inferd: ScriptedInferd, target: str) -> None:
     async with AsyncInferenceClient(target) as client:
         async for _ in client.generate("endless"):
@@ -265,6 +297,12 @@ def test_prompts_and_options_become_the_request_they_name() -> None:
     assert (request.sampling.temperature, request.sampling.top_k, request.max_tokens) == (0.0, 3, 5)
     assert list(request.stop) == ["end"]
     assert list(generate_request(None, None, [1, 2], {}).tokens.token_ids) == [1, 2]
+    request = generate_request(
+        "a", None, None, {"logit_bias": {7: -100, 2: 0.5}, "repetition_penalty": 1.5, "logprobs": 0}
+    )
+    assert dict(request.sampling.logit_bias) == {7: -100.0, 2: 0.5}
+    assert request.sampling.repetition_penalty == 1.5
+    assert (request.HasField("logprobs"), request.HasField("prompt_logprobs")) == (True, False)
     assert generate_request("<x>", None, None, {"parse_special_tokens": True}).text.parse_special_tokens
 
 
@@ -277,6 +315,10 @@ def test_prompts_and_options_become_the_request_they_name() -> None:
         ((None, [{"role": "user"}], None), {}, r"messages\[0\] is \['role'\], but must be a mapping"),
         (("a", None, None), {"max_tokens": 1 << 40}, "max_tokens is 1099511627776"),
         (("a", None, None), {"temperature": "hot"}, "temperature is 'hot'"),
+        (("a", None, None), {"logit_bias": {"the": 1.0}}, "logit_bias is {'the': 1.0}"),
+        (("a", None, None), {"logit_bias": {-1: 1.0}}, "logit_bias is {-1: 1.0}"),
+        (("a", None, None), {"logit_bias": {1: "much"}}, "logit_bias is {1: 'much'}"),
+        (("a", None, None), {"logprobs": -1}, "logprobs is -1"),
     ],
 )
 def test_what_does_not_fit_a_request_is_named(arguments: Any, options: Any, message: str) -> None:

@@ -20,6 +20,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from inferd.channel import EngineChannel, FrontChannel
 from inferd.config import InferdConfig
 from inferd.core.messages import (
+    LOGITS_FIELDS,
+    Adjustments,
     Cancel,
     Counters,
     Ending,
@@ -27,8 +29,11 @@ from inferd.core.messages import (
     Failed,
     Finished,
     ModelCard,
+    PromptLogprobs,
+    ScoredTokens,
     Shutdown,
     Submit,
+    TokenLogprobs,
     Tokens,
     Used,
 )
@@ -343,6 +348,32 @@ BAD_REQUESTS = {
     "top_k negative": (text_request(sampling={"top_k": -1}), INVALID, "sampling.top_k"),
     "min_p negative": (text_request(sampling={"min_p": -0.1}), INVALID, "sampling.min_p"),
     "min_p NaN": (text_request(sampling={"min_p": math.nan}), INVALID, "sampling.min_p"),
+    "repetition_penalty 0": (
+        text_request(sampling={"repetition_penalty": 0}), INVALID, "sampling.repetition_penalty"
+    ),
+    "repetition_penalty NaN": (
+        text_request(sampling={"repetition_penalty": math.nan}), INVALID, "sampling.repetition_penalty"
+    ),
+    "repetition_penalty 101": (
+        text_request(sampling={"repetition_penalty": 101}), INVALID, "sampling.repetition_penalty"
+    ),
+    "presence_penalty 2.5": (text_request(sampling={"presence_penalty": 2.5}), INVALID, "sampling.presence_penalty"),
+    "presence_penalty NaN": (
+        text_request(sampling={"presence_penalty": math.nan}), INVALID, "sampling.presence_penalty"
+    ),
+    "frequency_penalty -3": (text_request(sampling={"frequency_penalty": -3}), INVALID, "sampling.frequency_penalty"),
+    "frequency_penalty infinite": (
+        text_request(sampling={"frequency_penalty": math.inf}), INVALID, "sampling.frequency_penalty"
+    ),
+    "bias of no token": (text_request(sampling={"logit_bias": {280: 1}}), INVALID, "sampling.logit_bias[280]"),
+    "bias 101": (text_request(sampling={"logit_bias": {3: 1, 4: 101}}), INVALID, "sampling.logit_bias[4]"),
+    "bias NaN": (text_request(sampling={"logit_bias": {3: math.nan}}), INVALID, "sampling.logit_bias[3]"),
+    "bias minus infinity": (text_request(sampling={"logit_bias": {3: -math.inf}}), INVALID, "sampling.logit_bias[3]"),
+    "too many biases": (
+        text_request(sampling={"logit_bias": dict.fromkeys(range(1025), 1)}), INVALID, "sampling.logit_bias"
+    ),
+    "logprobs 21": (text_request(logprobs=21), INVALID, "logprobs"),
+    "prompt_logprobs 21": (text_request(prompt_logprobs=21), INVALID, "prompt_logprobs"),
     "unknown stop token": (text_request(stop_token_ids=[3, 280]), INVALID, "stop_token_ids[1]"),
     "too many stop tokens": (text_request(stop_token_ids=[3] * 65), INVALID, "stop_token_ids"),
     "empty stop": (text_request(stop=["a", ""]), INVALID, "stop[1]"),
@@ -375,7 +406,10 @@ async def test_limits_themselves_are_allowed(tmp_path: Path, folder: Path, token
             stop=["é" * 128] * 16,
             stop_token_ids=[279] * 64,
             cache_salt=b"x" * 64,
-            sampling={"temperature": 100, "top_p": 1, "top_k": 0, "min_p": 1},
+            sampling={"temperature": 100, "top_p": 1, "top_k": 0, "min_p": 1, "repetition_penalty": 100}
+            | {"presence_penalty": 2, "frequency_penalty": -2, "logit_bias": {279: -100, 0: 100}},
+            logprobs=20,
+            prompt_logprobs=20,
         )
         _, shown, *_ = await collect(here.stub.Generate(request))
         assert shown == "fine"
@@ -674,3 +708,138 @@ async def test_tokenize_and_detokenize_are_inverse_and_name_what_is_unknown(
         assert skipped.text == "hello"
         error = await failure(here.stub.Detokenize(pb.DetokenizeRequest(token_ids=[1, 280])))
         assert (error.reason, error.field) == (Reason.INVALID_FIELD, "token_ids[1]")
+
+
+# -- penalties, bias and logprobs
+
+
+async def test_what_is_asked_of_the_logits_reaches_the_engine(
+    tmp_path: Path, folder: Path, tokenizer: Tokenizer
+) -> None:
+    async with world(tmp_path, folder, saying(tokenizer, "x")) as here:
+        penalties = {"repetition_penalty": 1.5, "presence_penalty": -0.5, "frequency_penalty": 0.25}
+        asked = text_request(sampling=penalties | {"logit_bias": {7: -100, 3: 0.5}}, logprobs=0, prompt_logprobs=20)
+        await collect(here.stub.Generate(asked))
+        submit = await here.engine.expect(Submit)
+        how = submit.adjustments
+        assert dict(zip(how.bias_token_ids, how.biases, strict=True)) == {7: -100.0, 3: 0.5}
+        assert (how.repetition_penalty, how.presence_penalty, how.frequency_penalty) == (1.5, -0.5, 0.25)
+        assert (submit.logprobs, submit.prompt_logprobs) == (0, 20)
+        await collect(here.stub.Generate(text_request(sampling={"frequency_penalty": 0.5})))
+        assert (await here.engine.expect(Submit)).adjustments == Adjustments(frequency_penalty=0.5)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"repetition_penalty": 1}, {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}}]
+)
+async def test_settings_that_do_nothing_ask_nothing_of_the_engine(
+    tmp_path: Path, folder: Path, tokenizer: Tokenizer, sampling: Any
+) -> None:
+    async with world(tmp_path, folder, saying(tokenizer, "x")) as here:
+        await collect(here.stub.Generate(text_request(sampling=sampling)))
+        submit = await here.engine.expect(Submit)
+        assert (submit.adjustments, submit.logprobs, submit.prompt_logprobs) == (None, None, None)
+
+
+WISHES = {
+    "sampling.repetition_penalty": {"sampling": {"repetition_penalty": 1.5}},
+    "sampling.presence_penalty": {"sampling": {"presence_penalty": 0.5}},
+    "sampling.frequency_penalty": {"sampling": {"frequency_penalty": 0.5}},
+    "sampling.logit_bias": {"sampling": {"logit_bias": {3: 1}}},
+    "logprobs": {"logprobs": 0},
+    "prompt_logprobs": {"prompt_logprobs": 0},
+}
+
+
+async def test_what_the_engines_device_cannot_do_is_refused_by_field_and_told_beforehand(
+    tmp_path: Path, folder: Path, tokenizer: Tokenizer
+) -> None:
+    card = ModelCard("/model", str(folder), "Llama", CONTEXT, 280, "float32", [0], b"\x01" * 32, [*LOGITS_FIELDS])
+    async with world(tmp_path, folder, saying(tokenizer, "fine"), card, SERVING) as here:
+        await here.until_serving()
+        assert list((await here.stub.GetModel(pb.GetModelRequest())).unsupported_fields) == list(WISHES)
+        for field, wish in WISHES.items():
+            error = await failure(here.stub.Generate(text_request(**wish)))
+            assert (error.reason, error.field) == (Reason.INVALID_FIELD, field)
+            assert "device cannot do it yet; leave it out" in error.message
+        neutral = {"repetition_penalty": 1, "presence_penalty": 0, "logit_bias": {}}
+        assert (await collect(here.stub.Generate(text_request(sampling=neutral))))[1] == "fine"
+
+
+def scored(token: int, top: int = 2) -> TokenLogprobs:
+    return TokenLogprobs(token, -token / 8, list(range(top)), [-0.25 * (each + 1) for each in range(top)])
+
+
+def expect_like(found: pb.TokenLogprobs, each: TokenLogprobs) -> None:
+    assert (found.token_id, list(found.top_token_ids)) == (each.token_id, each.top_token_ids)
+    assert (found.logprob, list(found.top_logprobs)) == (each.logprob, each.top_logprobs)
+
+
+async def test_logprobs_stand_beside_their_tokens_and_the_prompts_before_them(
+    tmp_path: Path, folder: Path, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode("Hello wörld 🦊")
+    prompt = [scored(token, 1) for token in (9, 8, 7)]
+
+    def script(engine: ScriptedEngine, message: Any) -> None:
+        if isinstance(message, Submit):
+            engine.send(PromptLogprobs(message.request, 1, prompt[:2]), PromptLogprobs(message.request, 3, prompt[2:]))
+            engine.send(*(ScoredTokens([(message.request, [scored(token)])]) for token in ids))
+            engine.send(Finished(message.request, Ending.END_OF_SEQUENCE, used(len(ids))))
+
+    async with world(tmp_path, folder, script) as here:
+        events = await rest(here.stub.Generate(text_request(logprobs=2, prompt_logprobs=1)))
+    kinds = [event.WhichOneof("event") for event in events]
+    assert kinds == ["started", "prompt_logprobs", "prompt_logprobs", *["tokens"] * (len(kinds) - 4), "finished"]
+    parts = [event.prompt_logprobs for event in events[1:3]]
+    assert [part.first_position for part in parts] == [1, 3]
+    found = [each for part in parts for each in part.logprobs]
+    for each, wanted in zip(found, prompt, strict=True):
+        expect_like(each, wanted)
+    tokens = [event.tokens for event in events[3:-1]]
+    assert "".join(part.text for part in tokens) == "Hello wörld 🦊"
+    for part in tokens:
+        assert [each.token_id for each in part.logprobs] == list(part.token_ids)
+    for each, token in zip([each for part in tokens for each in part.logprobs], ids, strict=True):
+        expect_like(each, scored(token))
+
+
+async def test_logprobs_end_with_the_token_that_completes_a_stop_text(
+    tmp_path: Path, folder: Path, tokenizer: Tokenizer
+) -> None:
+    ids = tokenizer.encode("one two STOP three")
+
+    def script(engine: ScriptedEngine, message: Any) -> None:
+        if isinstance(message, Submit):
+            engine.send(ScoredTokens([(message.request, [scored(token) for token in ids])]))
+        elif isinstance(message, Cancel):
+            engine.send(Finished(message.request, Ending.CANCELLED, used(99)))
+
+    async with world(tmp_path, folder, script) as here:
+        events = await rest(here.stub.Generate(text_request(stop=["STOP"], logprobs=2)))
+    tokens = [event.tokens for event in events[1:-1]]
+    taken = [token for part in tokens for token in part.token_ids]
+    assert tokenizer.decode(taken) == "one two STOP"
+    assert [each.token_id for part in tokens for each in part.logprobs] == taken
+
+
+async def test_logprobs_that_pile_up_come_in_messages_that_grpc_takes(
+    tmp_path: Path, folder: Path, tokenizer: Tokenizer
+) -> None:
+    count = 40_000
+    ids = [*tokenizer.encode("é"), *tokenizer.encode("a") * count]
+
+    def script(engine: ScriptedEngine, message: Any) -> None:
+        if isinstance(message, Submit):
+            engine.send(ScoredTokens([(message.request, [scored(token, 20) for token in ids])]))
+            engine.send(Finished(message.request, Ending.MAX_TOKENS, used(len(ids))))
+
+    async with world(tmp_path, folder, script) as here:
+        events = await rest(here.stub.Generate(text_request(max_tokens=len(ids), logprobs=20)))
+    tokens = [event.tokens for event in events[1:-1]]
+    assert max(event.ByteSize() for event in events) < 1 << 20
+    assert sum(event.ByteSize() for event in events) > 4 << 20
+    assert [token for part in tokens for token in part.token_ids] == ids
+    assert [each.token_id for part in tokens for each in part.logprobs] == ids
+    assert "".join(part.text for part in tokens) == "é" + "a" * count
+    assert events[-1].finished.usage.generated_tokens == len(ids)

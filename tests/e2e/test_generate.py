@@ -132,6 +132,53 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_batch(worker: Worker
     assert batch[2] != alone, "another sample of the same seed"
 
 
+def test_logprobs_are_the_same_of_a_token_that_is_generated_and_of_one_that_is_sent(worker: Worker) -> None:
+    assert not worker.stub().GetModel(pb.GetModelRequest()).unsupported_fields
+    prompt = worker.stub().Tokenize(pb.TokenizeRequest(text="The quick brown fox jumps over the " * 4)).token_ids
+    found, known = [], 2
+    for prompt_logprobs in (None, 3):
+        request = greedy(prompt, 6, ignore_eos=True, logprobs=2, prompt_logprobs=prompt_logprobs)
+        for event in worker.stub().Generate(request, timeout=60):
+            if event.HasField("tokens"):
+                found += event.tokens.logprobs
+            elif event.HasField("prompt_logprobs"):
+                known += len(event.prompt_logprobs.logprobs)
+    first, again = found[:6], found[6:]
+    assert known == 2 + len(prompt) - 1
+    assert [each.token_id for each in first] == [each.top_token_ids[0] for each in first]
+    assert [each.token_id for each in first] == [each.token_id for each in again]
+    whole = [*prompt, *(each.token_id for each in first)]
+    sent = []
+    for event in worker.stub().Generate(greedy(whole, 1, prompt_logprobs=2), timeout=60):
+        sent += event.prompt_logprobs.logprobs
+        if event.HasField("finished"):
+            assert event.finished.usage.cached_tokens == 0, "past the prefix cache"
+    assert [each.token_id for each in sent] == whole[1:]
+    for each, same in zip(sent[-6:], first, strict=True):
+        assert each.logprob == pytest.approx(same.logprob, abs=0.1)  # bfloat16, where the processor has it
+
+
+def test_penalties_and_bias_of_one_request_leave_its_batch_mates_alone(worker: Worker) -> None:
+    plain = greedy("One, two, three, four,", 12, ignore_eos=True)
+    alone = worker.generate(plain).token_ids
+    requests = [plain]
+    for sampling in (
+        {"repetition_penalty": 1.8},
+        {"frequency_penalty": 2, "presence_penalty": 2},
+        {"logit_bias": {alone[0]: -100}},
+    ):
+        requests.append(pb.GenerateRequest())
+        requests[-1].CopyFrom(plain)
+        requests[-1].sampling.MergeFrom(pb.SamplingParams(**sampling))
+    apart = [worker.generate(request).token_ids for request in requests]
+    with ThreadPoolExecutor(4) as pool:
+        together = [run.token_ids for run in pool.map(worker.generate, requests)]
+    assert together == apart
+    assert together[0] == alone
+    assert all(other != alone for other in together[1:])
+    assert alone[0] not in together[3]
+
+
 def test_a_cancelled_request_gives_its_blocks_back(worker: Worker, default_memd: Memd) -> None:
     within(5, lambda: default_memd.usage().held_blocks == 0)
     call = worker.stub().Generate(greedy("Count to a thousand: one, two,", 1000, ignore_eos=True), timeout=60)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
 from pagepool.inferd.v1 import generation_service_pb2 as pb
-from pagepool.inferd.v1.generation_service_pb2 import GenerateFinished, GenerateStarted, GenerateTokens
+from pagepool.inferd.v1.generation_service_pb2 import (
+    GenerateFinished,
+    GeneratePromptLogprobs,
+    GenerateStarted,
+    GenerateTokens,
+    TokenLogprobs,
+)
 from pagepool.inferd.v1.generation_service_pb2_grpc import GenerationServiceStub
 from pagepool_client.channels import answered, channel_options, default_target, dialled
 from pagepool_client.inference import DEFAULT_TIMEOUT_S, Event, event_of
@@ -23,12 +29,23 @@ class AsyncGeneration(AsyncServerStream[Event]):
     started: GenerateStarted | None = None
     finished: GenerateFinished | None = None
 
+    def __init__(self, call: Any, convert: Callable[[Any], Event], target: str) -> None:
+        super().__init__(call, convert, target)
+        self.logprobs: list[TokenLogprobs] = []
+        """Those of the tokens that have come so far, if the request asked for them."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Those of the prompt's tokens from the second on, as far as they have come, if the request asked for them."""
+
     async def __anext__(self) -> Event:
         event = await super().__anext__()
         if isinstance(event, GenerateStarted):
             self.started = event
         elif isinstance(event, GenerateFinished):
             self.finished = event
+        elif isinstance(event, GeneratePromptLogprobs):
+            self.prompt_logprobs.extend(event.logprobs)
+        elif event.logprobs:
+            self.logprobs.extend(event.logprobs)
         return event
 
     async def pieces(self) -> AsyncIterator[str]:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
 
 from pagepool.inferd.v1 import generation_service_pb2 as pb
-from pagepool.inferd.v1.generation_service_pb2 import GenerateFinished, GenerateStarted, GenerateTokens
+from pagepool.inferd.v1.generation_service_pb2 import (
+    GenerateFinished,
+    GeneratePromptLogprobs,
+    GenerateStarted,
+    GenerateTokens,
+    TokenLogprobs,
+)
 from pagepool.inferd.v1.generation_service_pb2_grpc import GenerationServiceStub
 from pagepool_client.channels import channel_options, default_target, dialled, failures
 from pagepool_client.prompts import Message, Options, chat_messages, generate_request
@@ -17,7 +23,7 @@ from pagepool_client.streams import ServerStream
 
 DEFAULT_TIMEOUT_S = 30.0
 
-Event = GenerateStarted | GenerateTokens | GenerateFinished
+Event = GenerateStarted | GeneratePromptLogprobs | GenerateTokens | GenerateFinished
 """One event of a continuation, as `pagepool.inferd.v1` documents it."""
 
 
@@ -33,12 +39,23 @@ class Generation(ServerStream[Event]):
     started: GenerateStarted | None = None
     finished: GenerateFinished | None = None
 
+    def __init__(self, call: Any, convert: Callable[[Any], Event], target: str) -> None:
+        super().__init__(call, convert, target)
+        self.logprobs: list[TokenLogprobs] = []
+        """Those of the tokens that have come so far, if the request asked for them."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Those of the prompt's tokens from the second on, as far as they have come, if the request asked for them."""
+
     def __next__(self) -> Event:
         event = super().__next__()
         if isinstance(event, GenerateStarted):
             self.started = event
         elif isinstance(event, GenerateFinished):
             self.finished = event
+        elif isinstance(event, GeneratePromptLogprobs):
+            self.prompt_logprobs.extend(event.logprobs)
+        elif event.logprobs:
+            self.logprobs.extend(event.logprobs)
         return event
 
     def pieces(self) -> Iterator[str]:

@@ -28,12 +28,18 @@ class Options(TypedDict, total=False):
     min_p: float
     seed: int
     sample_index: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
     max_tokens: int
     stop: Sequence[str] | str
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     cache_salt: bytes
     priority: int
+    logprobs: int
+    prompt_logprobs: int
     request_id: str
     parse_special_tokens: bool
 

@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 
+from pagepool.errors import invalid_field
 from pagepool_client.cli import places
 from pagepool_client.cli.blocks import plain
-from pagepool_client.cli.sampling import Stopwatch, add_flags, options
+from pagepool_client.cli.sampling import Stopwatch, add_flags, add_logprobs_flags, options
 from pagepool_client.cli.terminal import Terminal
 from pagepool_client.inference import Generation, InferenceClient
 
@@ -21,11 +22,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--chat", action="store_true", help="take the text as a user's message to a chat model")
     parser.add_argument("--json", action="store_true", help="events as JSON, one a line")
     add_flags(parser)
+    add_logprobs_flags(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Stream the continuation to standard output, and say on standard error what it used."""
+    if not args.json and (args.logprobs, args.prompt_logprobs) != (None, None):
+        raise invalid_field("--logprobs", "given without --json", "given with it", "add --json, which shows them")
     text = sys.stdin.read() if args.text == "-" else args.text
     with InferenceClient(places.inferd_target(args)) as client:
         watch = Stopwatch()

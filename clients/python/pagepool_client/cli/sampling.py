@@ -9,7 +9,9 @@ from pagepool.inferd.v1.generation_service_pb2 import FinishReason
 from pagepool_client.inference import Generation
 from pagepool_client.prompts import Options
 
-_NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_NAMES = (*_SAMPLING, *_PENALTIES, "logprobs", "prompt_logprobs")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -21,15 +23,38 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, metavar="P", help="only tokens this likely, relative to the likeliest")
     parser.add_argument("--seed", type=int, metavar="N", help="makes the answer repeatable")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+    penalty = parser.add_argument_group("penalties and bias")
+    penalty.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1: less of what the text has")
+    penalty.add_argument("--presence-penalty", type=float, metavar="P", help="above 0: less of what was generated")
+    penalty.add_argument("--frequency-penalty", type=float, metavar="P", help="the same, for each time it was")
+    penalty.add_argument(
+        "--logit-bias", action="append", type=_bias, metavar="ID=BIAS", help="add to a token's logit; repeatable"
+    )
+
+
+def add_logprobs_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags whose answer only events show."""
+    parser.add_argument("--logprobs", type=int, metavar="N", help="with --json: each token's, and the N likeliest's")
+    parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="with --json: the same for the prompt")
 
 
 def options(args: argparse.Namespace) -> Options:
     """The options that were given."""
     given = Options()
     for name in _NAMES:
-        if (value := getattr(args, name)) is not None:
+        if (value := getattr(args, name, None)) is not None:
             given[name] = value  # type: ignore[literal-required]
+    if args.logit_bias:
+        given["logit_bias"] = dict(args.logit_bias)
     return given
+
+
+def _bias(word: str) -> tuple[int, float]:
+    token, _, bias = word.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is not ID=BIAS, such as 42=-100") from None
 
 
 class Stopwatch:

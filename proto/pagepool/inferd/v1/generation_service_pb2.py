@@ -25,15 +25,17 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+pagepool/inferd/v1/generation_service.proto\x12\x12pagepool.inferd.v1\x1a\x1egoogle/protobuf/duration.proto\"8\n\nTextPrompt\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1c\n\x14parse_special_tokens\x18\x02 \x01(\x08\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"?\n\nChatPrompt\x12\x31\n\x08messages\x18\x01 \x03(\x0b\x32\x1f.pagepool.inferd.v1.ChatMessage\"\xc6\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x14\n\x0csample_index\x18\x06 \x01(\rB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seed\"\x80\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12.\n\x04text\x18\x02 \x01(\x0b\x32\x1e.pagepool.inferd.v1.TextPromptH\x00\x12.\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1e.pagepool.inferd.v1.ChatPromptH\x00\x12\x31\n\x06tokens\x18\x04 \x01(\x0b\x32\x1f.pagepool.inferd.v1.TokenPromptH\x00\x12\x34\n\x08sampling\x18\x05 \x01(\x0b\x32\".pagepool.inferd.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x12\n\ncache_salt\x18\n \x01(\x0c\x12\x10\n\x08priority\x18\x0b \x01(\x05\x42\x08\n\x06promptB\r\n\x0b_max_tokens\"\xdf\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\x12-\n\nqueue_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cprefill_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x64\x65\x63ode_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"J\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"1\n\x0eGenerateTokens\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\xaf\x01\n\x10GenerateFinished\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .pagepool.inferd.v1.FinishReason\x12\x11\n\tstop_text\x18\x02 \x01(\t\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.pagepool.inferd.v1.UsageB\x10\n\x0e_stop_token_id\"\xc3\x01\n\x10GenerateResponse\x12\x36\n\x07started\x18\x01 \x01(\x0b\x32#.pagepool.inferd.v1.GenerateStartedH\x00\x12\x34\n\x06tokens\x18\x02 \x01(\x0b\x32\".pagepool.inferd.v1.GenerateTokensH\x00\x12\x38\n\x08\x66inished\x18\x03 \x01(\x0b\x32$.pagepool.inferd.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"Y\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1c\n\x14parse_special_tokens\x18\x02 \x01(\x08\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06pieces\x18\x02 \x03(\t\"C\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"M\n\x18\x41pplyChatTemplateRequest\x12\x31\n\x08messages\x18\x01 \x03(\x0b\x32\x1f.pagepool.inferd.v1.ChatMessage\"<\n\x19\x41pplyChatTemplateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\x11\n\x0fGetModelRequest\"\xd0\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x14\n\x0cmodel_digest\x18\x08 \x01(\x0c\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x12\n\npool_epoch\x18\n \x01(\x06\x12\x18\n\x10waiting_requests\x18\x0b \x01(\r\x12\x18\n\x10running_requests\x18\x0c \x01(\r\x12\x34\n\x08\x63ounters\x18\r \x01(\x0b\x32\".pagepool.inferd.v1.EngineCounters\"\xf5\x01\n\x0e\x45ngineCounters\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x04\x12\x15\n\rcached_tokens\x18\x04 \x01(\x04\x12/\n\x0c\x66orward_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tstep_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10memd_unary_calls\x18\x07 \x01(\x04\x12\x12\n\nmemd_steps\x18\x08 \x01(\x04*\x86\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x46INISH_REASON_END_OF_SEQUENCE\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x1c\n\x18\x46INISH_REASON_MAX_TOKENS\x10\x03\x32\xe9\x03\n\x11GenerationService\x12W\n\x08Generate\x12#.pagepool.inferd.v1.GenerateRequest\x1a$.pagepool.inferd.v1.GenerateResponse0\x01\x12U\n\x08Tokenize\x12#.pagepool.inferd.v1.TokenizeRequest\x1a$.pagepool.inferd.v1.TokenizeResponse\x12[\n\nDetokenize\x12%.pagepool.inferd.v1.DetokenizeRequest\x1a&.pagepool.inferd.v1.DetokenizeResponse\x12p\n\x11\x41pplyChatTemplate\x12,.pagepool.inferd.v1.ApplyChatTemplateRequest\x1a-.pagepool.inferd.v1.ApplyChatTemplateResponse\x12U\n\x08GetModel\x12#.pagepool.inferd.v1.GetModelRequest\x1a$.pagepool.inferd.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+pagepool/inferd/v1/generation_service.proto\x12\x12pagepool.inferd.v1\x1a\x1egoogle/protobuf/duration.proto\"8\n\nTextPrompt\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1c\n\x14parse_special_tokens\x18\x02 \x01(\x08\" \n\x0bTokenPrompt\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"?\n\nChatPrompt\x12\x31\n\x08messages\x18\x01 \x03(\x0b\x32\x1f.pagepool.inferd.v1.ChatMessage\"\xac\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x14\n\x0csample_index\x18\x06 \x01(\r\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x05\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12\x45\n\nlogit_bias\x18\n \x03(\x0b\x32\x31.pagepool.inferd.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penalty\"\xd6\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12.\n\x04text\x18\x02 \x01(\x0b\x32\x1e.pagepool.inferd.v1.TextPromptH\x00\x12.\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x1e.pagepool.inferd.v1.ChatPromptH\x00\x12\x31\n\x06tokens\x18\x04 \x01(\x0b\x32\x1f.pagepool.inferd.v1.TokenPromptH\x00\x12\x34\n\x08sampling\x18\x05 \x01(\x0b\x32\".pagepool.inferd.v1.SamplingParams\x12\x17\n\nmax_tokens\x18\x06 \x01(\x05H\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x12\n\ncache_salt\x18\n \x01(\x0c\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x02\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\x03\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\xdf\x01\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x18\n\x10generated_tokens\x18\x03 \x01(\r\x12-\n\nqueue_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cprefill_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0b\x64\x65\x63ode_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"J\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"e\n\x16GeneratePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x33\n\x08logprobs\x18\x02 \x03(\x0b\x32!.pagepool.inferd.v1.TokenLogprobs\"f\n\x0eGenerateTokens\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x33\n\x08logprobs\x18\x03 \x03(\x0b\x32!.pagepool.inferd.v1.TokenLogprobs\"\xaf\x01\n\x10GenerateFinished\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .pagepool.inferd.v1.FinishReason\x12\x11\n\tstop_text\x18\x02 \x01(\t\x12\x1a\n\rstop_token_id\x18\x03 \x01(\rH\x00\x88\x01\x01\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.pagepool.inferd.v1.UsageB\x10\n\x0e_stop_token_id\"\x8a\x02\n\x10GenerateResponse\x12\x36\n\x07started\x18\x01 \x01(\x0b\x32#.pagepool.inferd.v1.GenerateStartedH\x00\x12\x34\n\x06tokens\x18\x02 \x01(\x0b\x32\".pagepool.inferd.v1.GenerateTokensH\x00\x12\x38\n\x08\x66inished\x18\x03 \x01(\x0b\x32$.pagepool.inferd.v1.GenerateFinishedH\x00\x12\x45\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32*.pagepool.inferd.v1.GeneratePromptLogprobsH\x00\x42\x07\n\x05\x65vent\"Y\n\x0fTokenizeRequest\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x1c\n\x14parse_special_tokens\x18\x02 \x01(\x08\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06pieces\x18\x02 \x03(\t\"C\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x02 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"M\n\x18\x41pplyChatTemplateRequest\x12\x31\n\x08messages\x18\x01 \x03(\x0b\x32\x1f.pagepool.inferd.v1.ChatMessage\"<\n\x19\x41pplyChatTemplateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\x11\n\x0fGetModelRequest\"\xec\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x14\n\x0cmodel_digest\x18\x08 \x01(\x0c\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x12\n\npool_epoch\x18\n \x01(\x06\x12\x18\n\x10waiting_requests\x18\x0b \x01(\r\x12\x18\n\x10running_requests\x18\x0c \x01(\r\x12\x34\n\x08\x63ounters\x18\r \x01(\x0b\x32\".pagepool.inferd.v1.EngineCounters\x12\x1a\n\x12unsupported_fields\x18\x0e \x03(\t\"\xf5\x01\n\x0e\x45ngineCounters\x12\r\n\x05steps\x18\x01 \x01(\x04\x12\x16\n\x0eprefill_tokens\x18\x02 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x04\x12\x15\n\rcached_tokens\x18\x04 \x01(\x04\x12/\n\x0c\x66orward_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tstep_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10memd_unary_calls\x18\x07 \x01(\x04\x12\x12\n\nmemd_steps\x18\x08 \x01(\x04*\x86\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12!\n\x1d\x46INISH_REASON_END_OF_SEQUENCE\x10\x01\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x02\x12\x1c\n\x18\x46INISH_REASON_MAX_TOKENS\x10\x03\x32\xe9\x03\n\x11GenerationService\x12W\n\x08Generate\x12#.pagepool.inferd.v1.GenerateRequest\x1a$.pagepool.inferd.v1.GenerateResponse0\x01\x12U\n\x08Tokenize\x12#.pagepool.inferd.v1.TokenizeRequest\x1a$.pagepool.inferd.v1.TokenizeResponse\x12[\n\nDetokenize\x12%.pagepool.inferd.v1.DetokenizeRequest\x1a&.pagepool.inferd.v1.DetokenizeResponse\x12p\n\x11\x41pplyChatTemplate\x12,.pagepool.inferd.v1.ApplyChatTemplateRequest\x1a-.pagepool.inferd.v1.ApplyChatTemplateResponse\x12U\n\x08GetModel\x12#.pagepool.inferd.v1.GetModelRequest\x1a$.pagepool.inferd.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagepool.inferd.v1.generation_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2618
-  _globals['_FINISHREASON']._serialized_end=2752
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=3286
+  _globals['_FINISHREASON']._serialized_end=3420
   _globals['_TEXTPROMPT']._serialized_start=99
   _globals['_TEXTPROMPT']._serialized_end=155
   _globals['_TOKENPROMPT']._serialized_start=157
@@ -43,37 +45,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHATPROMPT']._serialized_start=237
   _globals['_CHATPROMPT']._serialized_end=300
   _globals['_SAMPLINGPARAMS']._serialized_start=303
-  _globals['_SAMPLINGPARAMS']._serialized_end=501
-  _globals['_GENERATEREQUEST']._serialized_start=504
-  _globals['_GENERATEREQUEST']._serialized_end=888
-  _globals['_USAGE']._serialized_start=891
-  _globals['_USAGE']._serialized_end=1114
-  _globals['_GENERATESTARTED']._serialized_start=1116
-  _globals['_GENERATESTARTED']._serialized_end=1190
-  _globals['_GENERATETOKENS']._serialized_start=1192
-  _globals['_GENERATETOKENS']._serialized_end=1241
-  _globals['_GENERATEFINISHED']._serialized_start=1244
-  _globals['_GENERATEFINISHED']._serialized_end=1419
-  _globals['_GENERATERESPONSE']._serialized_start=1422
-  _globals['_GENERATERESPONSE']._serialized_end=1617
-  _globals['_TOKENIZEREQUEST']._serialized_start=1619
-  _globals['_TOKENIZEREQUEST']._serialized_end=1708
-  _globals['_TOKENIZERESPONSE']._serialized_start=1710
-  _globals['_TOKENIZERESPONSE']._serialized_end=1763
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1765
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1832
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1834
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1868
-  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_start=1870
-  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_end=1947
-  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_start=1949
-  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_end=2009
-  _globals['_GETMODELREQUEST']._serialized_start=2011
-  _globals['_GETMODELREQUEST']._serialized_end=2028
-  _globals['_GETMODELRESPONSE']._serialized_start=2031
-  _globals['_GETMODELRESPONSE']._serialized_end=2367
-  _globals['_ENGINECOUNTERS']._serialized_start=2370
-  _globals['_ENGINECOUNTERS']._serialized_end=2615
-  _globals['_GENERATIONSERVICE']._serialized_start=2755
-  _globals['_GENERATIONSERVICE']._serialized_end=3244
+  _globals['_SAMPLINGPARAMS']._serialized_end=731
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=605
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=653
+  _globals['_GENERATEREQUEST']._serialized_start=734
+  _globals['_GENERATEREQUEST']._serialized_end=1204
+  _globals['_USAGE']._serialized_start=1207
+  _globals['_USAGE']._serialized_end=1430
+  _globals['_GENERATESTARTED']._serialized_start=1432
+  _globals['_GENERATESTARTED']._serialized_end=1506
+  _globals['_TOKENLOGPROBS']._serialized_start=1508
+  _globals['_TOKENLOGPROBS']._serialized_end=1603
+  _globals['_GENERATEPROMPTLOGPROBS']._serialized_start=1605
+  _globals['_GENERATEPROMPTLOGPROBS']._serialized_end=1706
+  _globals['_GENERATETOKENS']._serialized_start=1708
+  _globals['_GENERATETOKENS']._serialized_end=1810
+  _globals['_GENERATEFINISHED']._serialized_start=1813
+  _globals['_GENERATEFINISHED']._serialized_end=1988
+  _globals['_GENERATERESPONSE']._serialized_start=1991
+  _globals['_GENERATERESPONSE']._serialized_end=2257
+  _globals['_TOKENIZEREQUEST']._serialized_start=2259
+  _globals['_TOKENIZEREQUEST']._serialized_end=2348
+  _globals['_TOKENIZERESPONSE']._serialized_start=2350
+  _globals['_TOKENIZERESPONSE']._serialized_end=2403
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2405
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2472
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2474
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2508
+  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_start=2510
+  _globals['_APPLYCHATTEMPLATEREQUEST']._serialized_end=2587
+  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_start=2589
+  _globals['_APPLYCHATTEMPLATERESPONSE']._serialized_end=2649
+  _globals['_GETMODELREQUEST']._serialized_start=2651
+  _globals['_GETMODELREQUEST']._serialized_end=2668
+  _globals['_GETMODELRESPONSE']._serialized_start=2671
+  _globals['_GETMODELRESPONSE']._serialized_end=3035
+  _globals['_ENGINECOUNTERS']._serialized_start=3038
+  _globals['_ENGINECOUNTERS']._serialized_end=3283
+  _globals['_GENERATIONSERVICE']._serialized_start=3423
+  _globals['_GENERATIONSERVICE']._serialized_end=3912
 # @@protoc_insertion_point(module_scope)

@@ -81,8 +81,8 @@ class GenerationServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams the continuation of a prompt: started, then tokens, then finished, which is always the last message of a
-        stream that ends OK. Cancelling the call stops the work and frees the blocks. Not idempotent unless seed is
+        """Streams the continuation of a prompt: started, then logprobs of the prompt if asked for, then tokens, then finished,
+        which is always the last message of a stream that ends OK. Cancelling the call stops the work and frees the blocks. Not idempotent unless seed is
         given (then, in float32, the same request gives the same tokens).
         INVALID_ARGUMENT / PROMPT_EMPTY: the prompt has no tokens; send some text.
         INVALID_ARGUMENT / PROMPT_TOO_LONG: prompt and max_tokens exceed the model's context; shorten either.
