@@ -1,7 +1,8 @@
 """The wire between the front process and the engine process: a socket pair that the child inherits.
 
-A message is a frozen dataclass of `inferd.core.messages`. On the wire it is a 4-byte big-endian length and UTF-8 JSON;
-dataclasses and bytes carry their type's name under `$type`. No pickle: what arrives can only become a known message.
+A message is a frozen dataclass of `inferd.core.messages`. On the wire it is its length and that of its UTF-8 JSON, each
+4 bytes, big-endian, then the JSON, then all bytes that the JSON points to; dataclasses and bytes carry their type's
+name under `$type`. No pickle: what arrives can only become a known message.
 
 The engine has `EngineChannel` (two threads, so that a token never waits for a slow front), the front `FrontChannel`
 (asyncio). An end that is gone shows at the other as the end of its messages.
@@ -17,6 +18,7 @@ import struct
 import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Self
 
 from inferd.core import messages
@@ -36,9 +38,10 @@ _MESSAGES: dict[str, type] = {
 _FIELDS = {name: [field.name for field in dataclasses.fields(value)] for name, value in _MESSAGES.items()}
 
 
-def _plain(value: object) -> dict[str, object]:
+def _plain(attached: bytearray, value: object) -> dict[str, object]:
     if isinstance(value, bytes):
-        return {_TYPE: "bytes", "hex": value.hex()}
+        attached += value
+        return {_TYPE: "bytes", "end": len(attached), "size": len(value)}
     name = type(value).__name__
     if _MESSAGES.get(name) is not type(value):
         raise TypeError(f"{name} is no message of inferd.core.messages")
@@ -49,12 +52,12 @@ def _plain(value: object) -> dict[str, object]:
     return plain
 
 
-def _revive(plain: dict[str, Any]) -> object:
+def _revive(attached: bytes, plain: dict[str, Any]) -> object:
     name = plain.pop(_TYPE, None)
     if name is None:
         return plain
     if name == "bytes":
-        return bytes.fromhex(plain["hex"])
+        return attached[plain["end"] - plain["size"] : plain["end"]]
     if name in (Tokens.__name__, ScoredTokens.__name__):
         plain["items"] = [(request, tokens) for request, tokens in plain["items"]]
     if name == Finished.__name__:
@@ -66,13 +69,16 @@ def _revive(plain: dict[str, Any]) -> object:
 
 def encode(message: Message) -> bytes:
     """The frame of a message, length included. TypeError if it is none."""
-    body = json.dumps(_plain(message), default=_plain, separators=(",", ":")).encode()
-    return _LENGTH.pack(len(body)) + body
+    attached = bytearray()
+    plain = partial(_plain, attached)
+    text = json.dumps(plain(message), default=plain, separators=(",", ":")).encode()
+    return b"".join((_LENGTH.pack(_LENGTH.size + len(text) + len(attached)), _LENGTH.pack(len(text)), text, attached))
 
 
 def decode(body: bytes) -> Message:
-    """The message of a frame without its length. ValueError, KeyError or TypeError if it holds none."""
-    return json.loads(body, object_hook=_revive)
+    """The message of a frame without its length. ValueError, KeyError, TypeError or struct.error if it holds none."""
+    end = _LENGTH.size + _LENGTH.unpack_from(body)[0]
+    return json.loads(body[_LENGTH.size : end], object_hook=partial(_revive, body[end:]))
 
 
 def coalesce(batch: Iterable[Message]) -> Iterator[Message]:
@@ -107,13 +113,15 @@ class EngineChannel:
     """The engine's end.
 
     `start` has every arriving message handed to `receive` on a thread of the channel, and None after the last one,
-    when the front is gone. `send` may be called from any thread and never waits: messages queue up while the front is
-    behind, and tokens of several steps then go as one message. After the front is gone they are dropped.
+    when the front is gone. `send` may be called from any thread and never waits: what the socket does not take at once
+    queues up, and tokens of several steps then go as one message. After the front is gone they are dropped.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._outgoing: list[Message] = []
+        self._unsent = b""  # the end of a frame that the socket took a part of
+        self._writing = False
         self._changed = threading.Condition()
         self._closing = False
         self._writer = threading.Thread(target=self._write, name="channel-writer", daemon=True)
@@ -124,10 +132,14 @@ class EngineChannel:
         self._writer.start()
 
     def send(self, message: Message) -> None:
-        """Queue a message."""
+        """Send a message, or queue it."""
         with self._changed:
-            self._outgoing.append(message)
-            self._changed.notify()
+            if not (self._writing or self._unsent or self._outgoing or self._closing):
+                self._unsent = self._at_once(encode(message))  # no other thread has to be waited for
+            else:
+                self._outgoing.append(message)
+            if self._unsent or self._outgoing:
+                self._changed.notify()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write what is queued, waiting at most `timeout_s` for a slow front, then close."""
@@ -150,15 +162,25 @@ class EngineChannel:
         finally:
             receive(None)
 
+    def _at_once(self, frame: bytes) -> bytes:
+        """What is left of a frame when the socket has taken what it takes without waiting."""
+        try:
+            return frame[self._socket.send(frame, socket.MSG_DONTWAIT) :]
+        except OSError:  # it takes nothing now; or the front is gone, which the writer finds and the reader reports
+            return frame
+
     def _write(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._outgoing or self._closing)
+                self._writing = False
+                self._changed.wait_for(lambda: self._unsent or self._outgoing or self._closing)
+                unsent, self._unsent = self._unsent, b""
                 batch, self._outgoing = self._outgoing, []
-                if not batch:
+                if not (unsent or batch):
                     return
+                self._writing = True
             try:
-                self._socket.sendall(b"".join(map(encode, coalesce(batch))))
+                self._socket.sendall(unsent + b"".join(map(encode, coalesce(batch))))
             except OSError:  # the reader reports that the front is gone
                 return
 

@@ -62,7 +62,7 @@ def test_what_is_no_message_is_refused() -> None:
     with pytest.raises(TypeError, match="no message"):
         encode(object())
     with pytest.raises(KeyError):
-        decode(b'{"$type":"os.system"}')
+        decode(b"\0\0\0\x15" + b'{"$type":"os.system"}')
 
 
 def test_tokens_coalesce_but_never_overtake_what_came_before_them() -> None:
@@ -127,6 +127,17 @@ async def test_a_slow_front_gets_the_tokens_of_many_steps_in_few_messages(
             received[request] += tokens
     assert received == {1: list(range(steps)), 2: list(range(steps))}
     assert count < steps / 2
+
+
+async def test_what_the_socket_takes_in_parts_arrives_whole_and_in_order(
+    ends: tuple[FrontChannel, EngineChannel, queue.Queue[Any]],
+) -> None:
+    front, engine, inbox = ends
+    engine.start(inbox.put)
+    sent = [message for n in range(8) for message in (EngineState("loading", str(n) * 1_000_000), Tokens([(1, [n])]))]
+    for message in sent:
+        engine.send(message)
+    assert [await anext(front) for _ in sent] == sent
 
 
 async def test_the_engine_is_told_that_the_front_is_gone(

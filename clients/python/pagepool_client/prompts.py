@@ -12,7 +12,6 @@ from pagepool.inferd.v1.generation_service_pb2 import (
     GenerateRequest,
     SamplingParams,
     TextPrompt,
-    TokenPrompt,
 )
 
 Message = Mapping[str, str] | ChatMessage
@@ -85,7 +84,7 @@ def generate_request(
     elif messages is not None:
         request.chat.CopyFrom(ChatPrompt(messages=chat_messages(messages)))
     elif token_ids is not None:
-        request.tokens.CopyFrom(_token_prompt(token_ids))
+        _put_tokens(request, token_ids)
     return request
 
 
@@ -102,9 +101,10 @@ def _text(name: str, value: str) -> str:
     return value
 
 
-def _token_prompt(token_ids: Sequence[int]) -> TokenPrompt:
+def _put_tokens(request: GenerateRequest, token_ids: Sequence[int]) -> None:
+    request.tokens.SetInParent()  # also if there are none
     try:
-        return TokenPrompt(token_ids=token_ids)
+        request.tokens.token_ids.extend(token_ids)  # in place: a finished message would be copied
     except (TypeError, ValueError) as error:
         raise invalid_field("token_ids", error, "a sequence of unsigned 32-bit integers", "correct it") from error
 
