@@ -9,6 +9,7 @@ With a depth of 2 the device has its next step when one ends, so that it need no
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
@@ -16,7 +17,7 @@ import structlog
 from inferd.core.scheduler import Plan
 from inferd.logprobs import Scores
 from inferd.sampler import Row
-from inferd.surroundings import DeviceLostError, Model, Pending, Scoring
+from inferd.surroundings import DeviceLostError, Model, Pending
 
 log = structlog.get_logger(__name__)
 
@@ -82,9 +83,7 @@ class Flight:
         plan, began, pending = self._steps.popleft()
         try:
             tokens = pending.tokens()
-            return Landed(
-                plan, began, tokens, pending.forward_s, pending.scores() if isinstance(pending, Scoring) else None
-            )
+            return Landed(plan, began, tokens, pending.forward_s, _scores(pending))
         except DeviceLostError:
             raise
         except Exception as error:
@@ -95,3 +94,9 @@ class Flight:
         """Wait until no step runs any more, and drop what they say."""
         while self._steps:
             self.collect()
+
+
+def _scores(pending: Pending) -> Scores | None:
+    # Not isinstance of Scoring: that takes longer than all the rest of a small step.
+    scores: Callable[[], Scores | None] | None = getattr(pending, "scores", None)
+    return scores() if scores is not None else None

@@ -13,7 +13,7 @@ Mix13), a counter-based generator: output i of the stream that starts at s is mi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -38,8 +38,7 @@ _MIN_TEMPERATURE = 1e-30
 _BOUND = np.exp(-np.arange(_MAX_NOISE, dtype=np.float64))
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """How one row of logits is sampled. `position` is that of the token to come in its sequence.
 
     `extras` is None for a request that asks for nothing of LOGITS_FIELDS; its history is that of the tokens before.

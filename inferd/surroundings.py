@@ -65,7 +65,7 @@ class Pending(Protocol):
 
 @runtime_checkable
 class Scoring(Protocol):
-    """What a Pending is besides, if its model can do what ModelCard.unsupported_fields does not name."""
+    """What a Pending is besides, if its machine names none of the logprobs fields among its unsupported_fields."""
 
     def scores(self) -> Scores | None:
         """The logprobs that rows and targets asked for, None if nothing did; known once `tokens` has returned."""

@@ -140,7 +140,7 @@ def test_a_row_gets_the_same_token_alone_and_beside_rows_of_any_settings() -> No
     assert together == [sample(logits[index : index + 1], [row])[0] for index, row in enumerate(rows)]
     assert together[::-1] == sample(logits.flip(0), rows[::-1])
     plain = [index for index, row in enumerate(rows) if row.extras is None or row.extras.adjustments is None]
-    without = sample(logits, [replace(row, extras=None) for row in rows])
+    without = sample(logits, [row._replace(extras=None) for row in rows])
     assert [together[index] for index in plain] == [without[index] for index in plain]
     assert together != without
     assert torch.equal(logits, given)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -85,9 +83,9 @@ def test_each_row_and_target_gets_what_it_asked_for_and_the_others_nothing() -> 
     plain = Row(Sampling(temperature=0), 1)
     rows = [
         plain,
-        replace(plain, extras=extras(None, [1], logprobs=0)),
+        plain._replace(extras=extras(None, [1], logprobs=0)),
         plain,
-        replace(plain, extras=extras(SETTINGS["all"], [1])),
+        plain._replace(extras=extras(SETTINGS["all"], [1])),
     ]
     tokens = sample(logits[:4], rows)
     assert score(logits[:4], [], [plain] * 4, tokens) is None
