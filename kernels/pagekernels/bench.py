@@ -1,12 +1,19 @@
 """`python -m pagekernels.bench [threads]`: what the CPU kernels cost here, beside NumPy on contiguous K and V.
 
+`--gpu` measures the CUDA kernels instead: decode attention, moves, sampling; `--fa3 PYTHON` and `--flashinfer PYTHON`
+are commands that start a Python which can import these peers, and whose figures then stand beside ours.
+
 Each line is the median and the least of repeated calls on one layer; blocks are shuffled. NumPy's product reads
 contiguous memory, has no softmax worth the name and uses as many threads as its own library likes.
 """
 
 from __future__ import annotations
 
+import argparse
+import shlex
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -141,9 +148,43 @@ def processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+def report_gpu(peers: dict[str, str]) -> int:
+    """Run the benchmarks of the CUDA kernels, each in a process of its own; how many failed."""
+    folder = Path(__file__).parents[1] / "bench"
+    if not (folder / "decode_cuda.py").is_file():
+        raise SystemExit(f"{folder} is not there: --gpu needs a checkout of the repository")
+    failed = 0
+    with tempfile.TemporaryDirectory() as results:
+        commands = []
+        for name, python in peers.items():
+            commands.append([*shlex.split(python), "decode_cuda.py", "--beside", name, "--json", f"{results}/{name}"])
+        if peers:
+            commands.append([sys.executable, "decode_cuda.py", "--report", *(f"{results}/{name}" for name in peers)])
+        else:
+            commands.append([sys.executable, "decode_cuda.py"])
+        commands += [[sys.executable, script] for script in ("cuda_moves.py", "sampling_cuda.py")]
+        for command in commands:
+            print(f"== {' '.join(command[-5:])}", flush=True)
+            failed += subprocess.run(command, cwd=folder, check=False).returncode != 0  # noqa: S603 (the caller's own words)
+    return failed
+
+
 def main() -> None:
     """Print the table."""
-    threads = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("threads", type=int, nargs="?", default=1)
+    parser.add_argument("--gpu", action="store_true")
+    for peer in ("fa3", "flashinfer"):
+        parser.add_argument(f"--{peer}", metavar="PYTHON")
+    options = parser.parse_args()
+    if options.gpu:
+        peers = {name: command for name in ("fa3", "flashinfer") if (command := getattr(options, name))}
+        sys.exit(1 if report_gpu(peers) else 0)
+    report_cpu(options.threads)
+
+
+def report_cpu(threads: int) -> None:
+    """The table of the CPU kernels."""
     configure(threads)
     warm_up()
     print(f"{processor()}, {threads} thread(s); milliseconds, median and least of one layer")
