@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -203,6 +204,9 @@ class Worker:
             if self.setup.warmup:
                 with gpu_errors(self.limits) if self.machine.device.type == "cuda" else nullcontext():
                     warm_up(session, bound.model, self.limits, self.served.max_context)
+            # What has been made until now stays: a collection that looked at all of it would hold up every stream.
+            gc.collect()
+            gc.freeze()
 
         return surroundings.Attachment(session, bound.model, close, warm, lambda: session.unary_calls)
 

@@ -133,7 +133,8 @@ class GpuMachine:
     def close(self) -> None:
         """See Machine."""
         self._forward = None
-        gc.collect()  # what was made by PyCUDA goes before its context
+        gc.unfreeze()  # what was made by PyCUDA, maybe before the freeze after the warm-up, goes before its context
+        gc.collect()
         self._cuda.close()
 
 
