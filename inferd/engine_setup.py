@@ -8,9 +8,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -115,9 +115,7 @@ def assemble(setup: Setup, channel: EngineChannel, mailbox: Mailbox, undo: ExitS
     folder = resolve(setup.model, cache, tell)
     tokenizer = export_tokenizer(folder, cache)
     served, identity = load(setup, folder, cache, tell, machine.device)
-    channel.send(
-        replace(model_card(served, folder, tokenizer, identity), unsupported_fields=[*machine.unsupported_fields])
-    )
+    channel.send(model_card(served, folder, tokenizer, identity, machine.unsupported_fields))
     worker = Worker(setup, served, identity, limits, mailbox, machine)
     around = Surroundings(worker.attach, channel.send, mailbox, time.monotonic)
     return Engine(around, limits, served.eos_token_ids)
@@ -156,8 +154,10 @@ def load(
     return served, identity
 
 
-def model_card(served: ServedModel, folder: Path, tokenizer: Path, identity: bytes) -> ModelCard:
-    """What the front is told of the model."""
+def model_card(
+    served: ServedModel, folder: Path, tokenizer: Path, identity: bytes, unsupported_fields: Iterable[str]
+) -> ModelCard:
+    """What the front is told of the model, and of what its machine cannot do."""
     return ModelCard(
         folder=str(folder),
         tokenizer=str(tokenizer),
@@ -167,6 +167,7 @@ def model_card(served: ServedModel, folder: Path, tokenizer: Path, identity: byt
         dtype=served.dtype,
         eos_token_ids=list(served.eos_token_ids),
         digest=identity,
+        unsupported_fields=list(unsupported_fields),
     )
 
 

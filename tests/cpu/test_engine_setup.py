@@ -12,13 +12,17 @@ import torch
 
 from inferd import engine_setup, machine
 from inferd.channel import EngineChannel, encode
-from inferd.core.messages import Cancel, EngineState, Setup, Shutdown
+from inferd.core.messages import LOGITS_FIELDS, Cancel, EngineState, Setup, Shutdown
 from inferd.core.scheduler import Limits
 from inferd.model import load
+from inferd.model.cuda_tokens import Launched
 from inferd.model.digest import digest
-from inferd.surroundings import DeviceLostError, Mailbox
+from inferd.model.load import prepare
+from inferd.model.runner import Computed
+from inferd.surroundings import DeviceLostError, Mailbox, Scoring
 from pagekernels.cuda.build import BuildError
 from pagepool.errors import PagepoolError, Reason
+from tests.cpu.model_configs import random_model
 
 
 @pytest.mark.parametrize("changes", [False, True])
@@ -163,3 +167,17 @@ def test_the_dtype_auto_is_the_checkpoint_s_on_a_gpu_whatever_this_cpu_can(monke
         assert load.choose_dtype("auto", dtype, "cpu") is torch.float32
     assert load.choose_dtype("auto", torch.float64, "cuda") is torch.float32
     assert load.choose_dtype("auto", None, "cuda") is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("kind", "pending", "fields"),
+    [(machine.CpuMachine, Computed, ()), (machine.GpuMachine, Launched, LOGITS_FIELDS)],
+)
+def test_the_front_is_told_which_fields_a_machine_cannot_do(
+    kind: type[Any], pending: type[Any], fields: tuple[str, ...]
+) -> None:
+    served = prepare("llama", random_model("llama"))
+    card = engine_setup.model_card(served, Path("f"), Path("t"), bytes(32), kind.unsupported_fields)
+    assert (card.unsupported_fields, card.digest, card.vocab_size) == ([*fields], bytes(32), served.vocab_size)
+    says_logprobs = {"logprobs", "prompt_logprobs"}.isdisjoint(card.unsupported_fields)
+    assert issubclass(pending, Scoring) is says_logprobs
