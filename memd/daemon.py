@@ -14,6 +14,7 @@ import structlog
 
 from memd.clock import LivenessClock
 from memd.config import MemdConfig, load_config, notify_address
+from memd.copying import copier_of
 from memd.core.errors import InvariantError
 from memd.core.pool import Pool
 from memd.device.locks import LeaseLocks
@@ -99,7 +100,8 @@ class Memd:
         self._locks.remove_leftovers()
         self.sessions = Sessions(self.pool, self._locks, self._clock)
         self._terms = WorkerTerms(config.heartbeat_timeout, slab_message(slab))
-        self._life = MemdLife(self.pool, self._clock, time.time(), self.sessions, device_message(slab))
+        start, copier, device = time.time(), copier_of(slab), device_message(slab)
+        self._life = MemdLife(self.pool, self._clock, start, self.sessions, copier, device)
 
     def services(self, listener: Listener) -> list[Service]:
         """What a listener offers: everything on Unix sockets, looking only on TCP."""

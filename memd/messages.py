@@ -16,16 +16,23 @@ from memd.core.pool import Pool
 from memd.core.values import (
     BlockView,
     Commit,
+    CopyOnWrite,
     ExtendRequest,
+    Fork,
     LeaseView,
+    Release,
+    ReserveRequest,
     Step,
     StepOutcome,
+    TableOperation,
     TableRequest,
     TableView,
+    Take,
+    Truncate,
     Usage,
 )
 from pagekernels.layout import Format, LayerShape
-from pagepool.errors import invalid_field
+from pagepool.errors import PagepoolError, Reason, invalid_field
 from pagepool.memd.v1 import types_pb2, worker_service_pb2
 
 NANOSECONDS = 1_000_000_000
@@ -197,7 +204,28 @@ def step_from(message: worker_service_pb2.Step) -> Step:
             for request in message.creates
         ],
         extends=[ExtendRequest(request.table_id, request.num_blocks, request.ref) for request in message.extends],
+        operations=[_operation(operation) for operation in message.operations],
+        frees=message.free_block_ids,
+        reserves=[ReserveRequest(one.num_blocks, one.num_tables, one.ref) for one in message.reserves],
     )
+
+
+def _operation(message: worker_service_pb2.TableOperation) -> TableOperation:
+    match message.WhichOneof("operation"):
+        case "fork":
+            return Fork(message.fork.table_id, message.fork.new_table_id)
+        case "copy_on_write":
+            copy = message.copy_on_write
+            return CopyOnWrite(copy.table_id, copy.first_index, list(copy.block_ids))
+        case "take":
+            return Take(message.take.table_id, list(message.take.block_ids))
+        case "truncate":
+            cut = message.truncate
+            return Truncate(cut.table_id, cut.num_tokens, cut.block_id)
+        case "release_table_id":
+            return Release(message.release_table_id)
+    what = "an operation of a step is none that this memd knows; use one version of pagepool"
+    raise PagepoolError(Reason.PROTOCOL_VIOLATION, what, what=what)
 
 
 def step_result(outcome: StepOutcome) -> worker_service_pb2.AttachResponse:
@@ -212,6 +240,7 @@ def step_result(outcome: StepOutcome) -> worker_service_pb2.AttachResponse:
             cached_tokens=grant.cached_tokens,
             block_ids=grant.blocks.block_ids,
             entries=grant.blocks.entries,
+            num_tables=grant.num_tables,
         )
     for refusal in outcome.refusals:
         result.refusals.add(

@@ -11,6 +11,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from memd import messages, paging
+from memd.copying import Copier
 from memd.core.pool import Pool
 from memd.core.values import BlockState, TableRequest
 from memd.requests import RequestMemory
@@ -38,6 +39,7 @@ class MemdLife:
     clock: Callable[[], float]
     start_time: float
     sessions: Sessions
+    copier: Copier
     cuda_device: types_pb2.CudaDevice | None = None
     requests: RequestMemory = field(default_factory=RequestMemory)
 
@@ -161,6 +163,16 @@ class PoolService:
 
         return self._changing(request, call)
 
+    async def copy_blocks(self, request: pb.CopyBlocksRequest, _context: Any) -> pb.CopyBlocksResponse:
+        """Blocks copied."""
+
+        def call(now: float) -> pb.CopyBlocksResponse:
+            run, copies = self._pool.sharing.copy_blocks(request.lease_id, list(request.block_ids), now)
+            self._life.copier(copies, self._pool.unit_bytes)
+            return pb.CopyBlocksResponse(block_ids=run.block_ids, entries=run.entries)
+
+        return self._changing(request, call)
+
     async def create_block_table(
         self, request: pb.CreateBlockTableRequest, _context: Any
     ) -> pb.CreateBlockTableResponse:
@@ -183,6 +195,28 @@ class PoolService:
             _limit_blocks(request.num_blocks)
             run = self._pool.extend_table(request.lease_id, request.table_id, request.num_blocks, now)
             return pb.ExtendBlockTableResponse(block_ids=run.block_ids, entries=run.entries)
+
+        return self._changing(request, call)
+
+    async def fork_block_table(self, request: pb.ForkBlockTableRequest, _context: Any) -> pb.ForkBlockTableResponse:
+        """A table that shares another one's blocks."""
+
+        def call(now: float) -> pb.ForkBlockTableResponse:
+            view = self._pool.sharing.fork_table(request.lease_id, request.table_id, now)
+            return pb.ForkBlockTableResponse(block_table=messages.table_message(view))
+
+        return self._changing(request, call)
+
+    async def truncate_block_table(
+        self, request: pb.TruncateBlockTableRequest, _context: Any
+    ) -> pb.TruncateBlockTableResponse:
+        """A table without its end."""
+
+        def call(now: float) -> pb.TruncateBlockTableResponse:
+            asked = (request.lease_id, request.table_id, request.num_tokens)
+            view, copies = self._pool.sharing.truncate_table(*asked, now)
+            self._life.copier(copies, self._pool.unit_bytes)
+            return pb.TruncateBlockTableResponse(block_table=messages.table_message(view))
 
         return self._changing(request, call)
 

@@ -105,6 +105,23 @@ class Blocks:
         self.touched[frame] = now
         return filled == self.block_size
 
+    def copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Make an unsealed block what another is in its first tokens; a sealed one whole makes a sealed copy.
+
+        With source = target the block's later tokens are dropped; no sealed block is written.
+        """
+        if self.prefixes[target]:
+            raise InvariantError(f"block {self.ids[target]} is sealed, but tokens are copied into it")
+        first, end = source * self.block_size * TOKEN_BYTES, target * self.block_size * TOKEN_BYTES
+        size = num_tokens * TOKEN_BYTES
+        self.tokens[end : end + size] = self.tokens[first : first + size]
+        self.num_tokens[target] = num_tokens
+        if self.prefixes[source] and num_tokens == self.block_size:
+            self.prefixes[target], self.parents[target] = self.prefixes[source], self.parents[source]
+            self.digests[target] = self.digests[source]
+            if source in self.salts:
+                self.salts[target] = self.salts[source]
+
     def packed_tokens(self, frame: int) -> bytes:
         """The committed token ids of a block, packed."""
         start = frame * self.block_size * TOKEN_BYTES

@@ -5,7 +5,7 @@
 3. A block without holders is sealed, indexed and cached; the cached queue holds these blocks alone, in the order
 of their release.
 4. A table's blocks are distinct; they are sealed exactly as far as its tokens fill them, and chained to each other;
-what may still be written belongs to one lease.
+what may still be written belongs to one lease; a worker's reserve is empty blocks that nobody else has.
 5. The index finds every block that it has under that block's digest, and digests are those of the tokens.
 6. Tables and leases know each other; clients' leases are never detached or lost.
 7. Free, held, cached and quarantined blocks add up to the pool, and the counters to the blocks there are.
@@ -33,6 +33,7 @@ def check(state: PoolState) -> None:
     _check_frames(state.store)
     _check_references(state, state.store)
     _check_cached(state.store)
+    _check_reserves(state, state.store)
     for table in state.tables.values():
         _check_table(state, state.store, table)
     _check_index(state.store)
@@ -92,6 +93,18 @@ def _check_cached(store: BlockStore) -> None:
         _require(found == frame, f"block {blocks.ids[frame]} is cached, but cannot be matched")
 
 
+def _check_reserves(state: PoolState, store: BlockStore) -> None:
+    for lease in state.leases.values():
+        for frame in lease.references if lease.is_worker else ():
+            block, holders = f"block {store.blocks.ids[frame]} of a reserve", store.blocks.holders[frame]
+            _require(holders == (lease.lease_id,), f"{block} is held by {holders}, not by lease {lease.lease_id} alone")
+            unused = not store.blocks.num_tokens[frame] and not store.blocks.prefixes[frame]
+            _require(unused, f"{block} has been written")
+        for table_id in lease.reserved_ids:
+            _require(table_id not in state.tables, f"table {table_id} is there, but its id still in reserve")
+            _require(table_id <= state.last_id, f"table id {table_id} is in reserve, but was never granted")
+
+
 def _check_table(state: PoolState, store: BlockStore, table: Table) -> None:
     blocks, name, size = store.blocks, f"table {table.table_id}", state.block_size
     _require(len(set(table.frames)) == len(table.frames), f"{name} has a block twice")
@@ -131,7 +144,7 @@ def _check_leases(state: PoolState) -> None:
     for lease in state.leases.values():
         name = f"lease {lease.lease_id}"
         _require(lease.is_worker or lease.state is LeaseState.LIVE, f"{name} is a client's, but {lease.state.name}")
-        _require(not (lease.is_worker and lease.references), f"{name} is a worker's, but holds blocks directly")
+        _require(lease.is_worker or not lease.reserved_ids, f"{name} is a client's, but has table ids in reserve")
     owned = {table_id: table for lease in state.leases.values() for table_id, table in lease.tables.items()}
     _require(owned == state.tables, "the leases' tables are not the pool's tables")
     for table in state.tables.values():

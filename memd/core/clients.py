@@ -71,7 +71,7 @@ class ClientLeases:
         store = self._state.cut_store()
         if num_blocks < 1:
             raise invalid_field("num_blocks", num_blocks, "at least 1", "ask for some")
-        self._require(store, num_blocks, num_blocks, store.available)
+        self.require(store, num_blocks, num_blocks, store.available)
         frames = store.grant(num_blocks, (lease_id,), now)
         lease.references.update(dict.fromkeys(frames, 1))
         return store.run(frames)
@@ -79,7 +79,7 @@ class ClientLeases:
     def free(self, lease_id: int, block_ids: Sequence[int], now: float) -> None:
         """Drop one direct reference of the lease per listed id; the last listed is released first, as in a table."""
         lease = self.find(lease_id, now)
-        frames = self._frames(block_ids)
+        frames = self.frames(block_ids)
         for frame, asked in Counter(frames).items():
             held = lease.references.get(frame, 0)
             if held < asked:
@@ -95,11 +95,10 @@ class ClientLeases:
     def share(self, lease_id: int, block_ids: Sequence[int], now: float) -> None:
         """Add one direct reference of the lease per listed id."""
         lease = self.find(lease_id, now)
-        frames = self._frames(block_ids)
+        frames = self.frames(block_ids)
         store = self._state.cut_store()
         for frame in frames:
-            if not store.blocks.prefixes[frame] and not self._is_own(lease, frame):
-                raise errors.block_not_sealed(store.blocks.ids[frame])
+            self.require_readable(lease, frame)
         store.hold(frames, (lease_id,), now)
         for frame in frames:
             lease.references[frame] = lease.references.get(frame, 0) + 1
@@ -116,23 +115,23 @@ class ClientLeases:
         except struct.error as error:
             raise invalid_field("token_ids", error, "unsigned 32-bit integers", "give the model's token ids") from error
         plan = self._state.plan(request, packed)
-        self._require(store, request.num_blocks, plan.fresh, plan.spare)
+        self.require(store, request.num_blocks, plan.fresh, plan.spare)
         return self._state.create_table(lease, request, plan, now)
 
     def extend_table(self, lease_id: int, table_id: int, num_blocks: int, now: float) -> BlockRun:
         """New blocks at the end of a table."""
-        table = self._table(lease_id, table_id, now)
+        table = self.table(lease_id, table_id, now)
         store = self._state.cut_store()
         if num_blocks < 1:
             raise invalid_field("num_blocks", num_blocks, "at least 1", "ask for some")
-        self._require(store, len(table.frames) + num_blocks, num_blocks, store.available)
+        self.require(store, len(table.frames) + num_blocks, num_blocks, store.available)
         return store.run(self._state.extend_table(table, num_blocks, now))
 
     def release_table(self, lease_id: int, table_id: int, now: float) -> None:
         """End a table."""
-        self._state.release_table(self._table(lease_id, table_id, now), now)
+        self._state.release_table(self.table(lease_id, table_id, now), now)
 
-    def _require(self, store: BlockStore, in_all: int, fresh: int, spare: int) -> None:
+    def require(self, store: BlockStore, in_all: int, fresh: int, spare: int) -> None:
         """REQUEST_TOO_LARGE or POOL_EXHAUSTED unless `fresh` blocks, `in_all` with those there, can be granted."""
         if in_all > store.num_blocks:
             raise errors.request_too_large("num_blocks", in_all, store.num_blocks)
@@ -141,7 +140,8 @@ class ClientLeases:
             self._state.version += 1
             raise errors.pool_exhausted(fresh, spare, store.num_blocks)
 
-    def _frames(self, block_ids: Sequence[int]) -> list[int]:
+    def frames(self, block_ids: Sequence[int]) -> list[int]:
+        """The frames of blocks; INVALID_FIELD if there is none, BLOCK_NOT_FOUND if one is gone."""
         if not block_ids:
             raise invalid_field("block_ids", "empty", "at least one id", "list the blocks")
         frame_of = self._state.store.blocks.frame_of if self._state.store else {}
@@ -150,11 +150,15 @@ class ClientLeases:
         except KeyError as error:
             raise errors.block_not_found(error.args[0]) from None
 
-    def _is_own(self, lease: Lease, frame: int) -> bool:
-        holders = self._state.cut_store().blocks.holders[frame]
-        return any(holder == lease.lease_id or holder in lease.tables for holder in holders)
+    def require_readable(self, lease: Lease, frame: int) -> None:
+        """BLOCK_NOT_SEALED if another lease may still write the block."""
+        blocks = self._state.cut_store().blocks
+        own = any(holder == lease.lease_id or holder in lease.tables for holder in blocks.holders[frame])
+        if not blocks.prefixes[frame] and not own:
+            raise errors.block_not_sealed(blocks.ids[frame])
 
-    def _table(self, lease_id: int, table_id: int, now: float) -> Table:
+    def table(self, lease_id: int, table_id: int, now: float) -> Table:
+        """A table of a client's lease."""
         lease = self.find(lease_id, now)
         if table_id in lease.tables:
             return lease.tables[table_id]

@@ -49,7 +49,7 @@ def block_not_held(block_id: int, lease_id: int, held: int, asked: int) -> Pagep
 
 def block_not_sealed(block_id: int) -> PagepoolError:
     """A lease would share what another may still write."""
-    message = f"block {block_id} is not sealed: only its own lease can share it; wait until it is full"
+    message = f"block {block_id} is not sealed: only its own lease can share or copy it; wait until it is full"
     return PagepoolError(Reason.BLOCK_NOT_SEALED, message, block_id=block_id)
 
 

@@ -25,7 +25,8 @@ class Lease:
     lock_file: str = ""
     state: LeaseState = LeaseState.LIVE
     tables: dict[int, Table] = field(default_factory=dict)
-    references: dict[int, int] = field(default_factory=dict)  # frame: references held directly; clients only
+    references: dict[int, int] = field(default_factory=dict)  # frame: references held directly; a worker's reserve
+    reserved_ids: set[int] = field(default_factory=set)  # of tables to come: a worker's
     last_step: int = 0
     answers: deque[StepOutcome] = field(default_factory=lambda: deque(maxlen=MAX_REPLAYED_STEPS))
     lost_because: str = ""

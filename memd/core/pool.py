@@ -8,6 +8,7 @@ from typing import TypeVar
 from memd.core import check, views
 from memd.core.clients import ClientLeases
 from memd.core.geometry import Geometry, cut, require_device, require_equal
+from memd.core.sharing import Sharing
 from memd.core.state import PoolState
 from memd.core.stepping import Stepper
 from memd.core.store import BlockStore
@@ -58,6 +59,7 @@ class Pool:
         self.layout_version = layout_version
         self._state = PoolState(epoch, block_size)
         self._clients = ClientLeases(self._state)
+        self.sharing = Sharing(self._state, self._clients)
         self._workers = WorkerLeases(self._state)
         self._stepper = Stepper(self._state, self._workers)
 
@@ -259,9 +261,8 @@ class Pool:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, if nobody renews before; None if no lease can be late."""
-        return min(
-            (one.deadline for one in self._state.leases.values() if one.state is not LeaseState.LOST), default=None
-        )
+        leases = self._state.leases.values()
+        return min((one.deadline for one in leases if one.state is not LeaseState.LOST), default=None)
 
     # -- queries: never change anything
 

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memd.core import errors
 from memd.core.block import TOKEN_BYTES
+from memd.core.draft import Draft
 from memd.core.lease import Lease
 from memd.core.state import MAX_SALT_BYTES, PoolState, pack_tokens
 from memd.core.table import Table
-from memd.core.values import ExtendRequest, Grant, Refusal, RefusalReason, Step, StepOutcome, TableRequest
+from memd.core.values import (
+    Commit,
+    ExtendRequest,
+    Grant,
+    Refusal,
+    RefusalReason,
+    Release,
+    ReserveRequest,
+    Step,
+    StepOutcome,
+    TableRequest,
+)
 from memd.core.workers import WorkerLeases
+
+MAX_RESERVED_IDS = 65_536
+"""Table ids that a lease may have in reserve."""
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """A step that can be applied as a whole: its tables looked up, its token ids packed."""
+    """A step that can be applied as a whole: its token ids packed, its operations drafted if there are any."""
 
     commits: list[tuple[Table, bytes]] = field(default_factory=list)
-    releases: list[Table] = field(default_factory=list)
+    draft: Draft | None = None
     creates: list[tuple[TableRequest, bytes]] = field(default_factory=list)
-    extends: list[tuple[ExtendRequest, Table]] = field(default_factory=list)
 
 
 class Stepper:
@@ -43,9 +57,9 @@ class Stepper:
         lease.last_step, lease.replaying = step.step_id, False
         for table, packed in plan.commits:
             self._commit(table, packed, now)
-        for table in plan.releases:
-            self._state.release_table(table, now)
-        outcome = StepOutcome(step.step_id, *self._answer(lease, plan, now))
+        if plan.draft is not None:
+            plan.draft.apply(now)
+        outcome = StepOutcome(step.step_id, *self._answer(lease, step, plan, now))
         lease.answers.append(outcome)
         self._state.counters.attach_steps += 1
         return outcome
@@ -58,37 +72,69 @@ class Stepper:
         raise errors.protocol_violation(lease.lease_id, what, "attach anew, with fewer unanswered steps")
 
     def _plan(self, lease: Lease, step: Step) -> StepPlan:
-        plan, released = StepPlan(), set[int]()
-        room: dict[int, int] = {}
+        plan, written = StepPlan(), dict[int, int]()
         for commit in step.commits:
-            table = self._own(lease, released, commit.table_id)
-            left = room.get(commit.table_id, len(table.frames) * self._state.block_size - table.num_tokens)
-            room[commit.table_id] = left - len(commit.token_ids)
-            if room[commit.table_id] < 0:
-                what = (
-                    f"{len(commit.token_ids)} tokens are committed to table {table.table_id}, which has room for {left}"
-                )
-                raise errors.protocol_violation(lease.lease_id, what, "extend the table before its blocks are written")
-            plan.commits.append((table, self._pack(lease, commit.token_ids)))
-        for table_id in step.releases:
-            plan.releases.append(self._own(lease, released, table_id))
-            released.add(table_id)
+            plan.commits.append(self._plan_commit(lease, commit, written))
+        if step.operations or step.releases or step.frees:
+            plan.draft = self._draft(lease, step, written)
         for create in step.creates:
             if len(create.salt) > MAX_SALT_BYTES:
                 what = f"salt is {len(create.salt)} bytes long, but may have {MAX_SALT_BYTES}"
                 raise errors.protocol_violation(lease.lease_id, what, "hash a longer one")
             plan.creates.append((create, self._pack(lease, create.token_ids)))
-        for extend in step.extends:
-            if extend.num_blocks < 1:
-                what = f"num_blocks is {extend.num_blocks}, but must be at least 1"
-                raise errors.protocol_violation(lease.lease_id, what, "extend only by what is needed")
-            plan.extends.append((extend, self._own(lease, released, extend.table_id)))
+        self._check_requests(lease, step, plan.draft)
         return plan
 
-    def _own(self, lease: Lease, released: set[int], table_id: int) -> Table:
+    def _plan_commit(self, lease: Lease, commit: Commit, written: dict[int, int]) -> tuple[Table, bytes]:
+        """Notes in `written` how long the table is afterwards."""
+        table, count, size = self._own(lease, commit.table_id), len(commit.token_ids), self._state.block_size
+        first = written.get(table.table_id, table.num_tokens)
+        written[table.table_id] = first + count
+        room = len(table.frames) * size - first
+        if count > room:
+            what = f"{count} tokens are committed to table {table.table_id}, which has room for {room}"
+            raise errors.protocol_violation(lease.lease_id, what, "extend the table before its blocks are written")
+        holders = self._state.cut_store().blocks.holders
+        for index in range(first // size, -(-(first + count) // size)):
+            if len(holders[table.frames[index]]) > 1:
+                what = f"tokens are committed to block {index} of table {table.table_id}, which another table has too"
+                raise errors.protocol_violation(lease.lease_id, what, "replace a shared block before it is written")
+        return table, self._pack(lease, commit.token_ids)
+
+    def _draft(self, lease: Lease, step: Step, written: dict[int, int]) -> Draft:
+        draft = Draft(self._state, lease, written)
+        for operation in step.operations:
+            draft.do(operation)
+        for table_id in step.releases:
+            draft.do(Release(table_id))
+        for block_id in step.frees:
+            draft.free(block_id)
+        return draft
+
+    def _check_requests(self, lease: Lease, step: Step, draft: Draft | None) -> None:
+        self._require_some(lease, (extend.num_blocks for extend in step.extends), "extend only by what is needed")
+        for extend in step.extends:
+            if draft is None:
+                self._own(lease, extend.table_id)
+            else:
+                draft.table(extend.table_id)
+        sizes = (max(reserve.num_blocks, reserve.num_tables) for reserve in step.reserves)
+        self._require_some(lease, sizes, "ask for blocks, table ids, or both")
+        ids = len(lease.reserved_ids) + sum(reserve.num_tables for reserve in step.reserves)
+        if ids > MAX_RESERVED_IDS:
+            what = f"num_tables comes to {ids} unused table ids, but a lease has at most {MAX_RESERVED_IDS}"
+            raise errors.protocol_violation(lease.lease_id, what, "use those that were granted")
+
+    def _require_some(self, lease: Lease, counts: Iterable[int], remedy: str) -> None:
+        for count in counts:
+            if count < 1:
+                what = f"num_blocks is {count}, but must be at least 1"
+                raise errors.protocol_violation(lease.lease_id, what, remedy)
+
+    def _own(self, lease: Lease, table_id: int) -> Table:
         table = lease.tables.get(table_id)
-        if table is None or table_id in released:
-            what = f"table {table_id} is not held by this lease, or released by this step"
+        if table is None:
+            what = f"table {table_id} is not held by this lease"
             raise errors.protocol_violation(lease.lease_id, what, "name only tables that were granted and not released")
         return table
 
@@ -110,9 +156,10 @@ class Stepper:
             if store.blocks.write(frames[index], piece, now):
                 store.seal(frames[index], frames[index - 1] if index else None, table.salt)
 
-    def _answer(self, lease: Lease, plan: StepPlan, now: float) -> tuple[list[Grant], list[Refusal]]:
+    def _answer(self, lease: Lease, step: Step, plan: StepPlan, now: float) -> tuple[list[Grant], list[Refusal]]:
         answers = [self._create(lease, create, packed, now) for create, packed in plan.creates]
-        answers += [self._extend(lease, extend, table, now) for extend, table in plan.extends]
+        answers += [self._extend(lease, extend, now) for extend in step.extends]
+        answers += [self._reserve(lease, reserve, now) for reserve in step.reserves]
         grants = [answer for answer in answers if isinstance(answer, Grant)]
         return grants, [answer for answer in answers if isinstance(answer, Refusal)]
 
@@ -124,13 +171,24 @@ class Stepper:
         table = self._state.create_table(lease, request, plan, now)
         return Grant(request.ref, table.table_id, table.cached_tokens, store.run(table.frames))
 
-    def _extend(self, lease: Lease, request: ExtendRequest, table: Table, now: float) -> Grant | Refusal:
-        store = self._state.cut_store()
+    def _extend(self, lease: Lease, request: ExtendRequest, now: float) -> Grant | Refusal:
+        store, table = self._state.cut_store(), lease.tables[request.table_id]
         in_all = len(table.frames) + request.num_blocks
         if in_all > store.num_blocks or request.num_blocks > store.available:
             return self._refuse(lease, request.ref, in_all, 0, store.available)
         frames = self._state.extend_table(table, request.num_blocks, now)
         return Grant(request.ref, table.table_id, 0, store.run(frames))
+
+    def _reserve(self, lease: Lease, request: ReserveRequest, now: float) -> Grant | Refusal:
+        store = self._state.cut_store()
+        in_all = len(lease.references) + request.num_blocks
+        if in_all > store.num_blocks or request.num_blocks > store.available:
+            return self._refuse(lease, request.ref, in_all, 0, store.available)
+        frames = store.grant(request.num_blocks, (lease.lease_id,), now)
+        lease.references.update(dict.fromkeys(frames, 1))
+        ids = [self._state.new_id() for _ in range(request.num_tables)]
+        lease.reserved_ids.update(ids)
+        return Grant(request.ref, ids[0] if ids else 0, 0, store.run(frames), len(ids))
 
     def _refuse(self, lease: Lease, ref: int, in_all: int, matched: int, spare: int) -> Refusal:
         total = self._state.cut_store().num_blocks

@@ -87,6 +87,13 @@ class BlockStore:
             held[frame] += holders
             touched[frame] = now
 
+    def touch(self, frame: int, now: float) -> None:
+        """A block is used without being held: if it is cached, it is the last to be evicted now."""
+        self.blocks.touched[frame] = now
+        if not self.blocks.holders[frame]:
+            self.cached.remove(frame)
+            self.cached.append(frame)
+
     def release(self, frame: int, holder: int, now: float) -> None:
         """Drop one reference; after the last one a sealed block is cached and any other free.
 

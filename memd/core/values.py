@@ -65,14 +65,77 @@ class ExtendRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Fork:
+    """A new table that shares all blocks of another one; its id is one of the lease's reserve."""
+
+    table_id: int
+    new_table_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOnWrite:
+    """A table's blocks from `first_index` on are replaced by copies in these blocks of the reserve."""
+
+    table_id: int
+    first_index: int
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Blocks of the reserve are added to the end of a table."""
+
+    table_id: int
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """A table's committed tokens are dropped from a length on.
+
+    `block_id` is a block of the reserve with a copy of the one that the new end lies in, or 0 where none is needed.
+    """
+
+    table_id: int
+    num_tokens: int
+    block_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A table is released among the operations, not after them."""
+
+    table_id: int
+
+
+TableOperation = Fork | CopyOnWrite | Take | Truncate | Release
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveRequest:
+    """Blocks and table ids to have ahead, for operations to come."""
+
+    num_blocks: int
+    num_tables: int
+    ref: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """One batch of a worker: commits apply first, then releases, then each request is granted or refused alone."""
+    """One batch of a worker.
+
+    Commits apply first, then operations in order, then releases and freed blocks of the reserve; then each request is
+    granted or refused alone.
+    """
 
     step_id: int
     commits: Sequence[Commit] = ()
     releases: Sequence[int] = ()
     creates: Sequence[TableRequest] = ()
     extends: Sequence[ExtendRequest] = ()
+    operations: Sequence[TableOperation] = ()
+    frees: Sequence[int] = ()
+    reserves: Sequence[ReserveRequest] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +148,16 @@ class BlockRun:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A granted request. `blocks` are all blocks of a new table, or those added to an extended one."""
+    """A granted request. `blocks` are all blocks of a new table, or those added to an extended one or to the reserve.
+
+    For a reserve, `table_id` is the first of its `num_tables` consecutive new table ids.
+    """
 
     ref: int
     table_id: int
     cached_tokens: int
     blocks: BlockRun
+    num_tables: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +172,19 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The answer to a step: creates before extends, each kind in the order of the request."""
+    """The answer to a step: creates, then extends, then reserves, each kind in the order of the request."""
 
     step_id: int
     grants: Sequence[Grant] = ()
     refusals: Sequence[Refusal] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Bytes that the caller has to copy before it does anything else: packed entries of two blocks of one format."""
+
+    source: int
+    target: int
 
 
 @dataclass(frozen=True, slots=True)

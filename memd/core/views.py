@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Iterator
+from heapq import nsmallest
 from itertools import islice
 
 from memd.core import errors
@@ -20,12 +21,11 @@ def usage(state: PoolState) -> Usage:
     if state.store is None:
         return Usage(0, 0, 0, 0, 0)
     total, free, cached = state.store.num_blocks, state.store.allocator.num_free, len(state.store.cached)
-    quarantined = sum(
-        len(table.frames) - table.num_tokens // state.block_size
-        for lease in state.leases.values()
-        if lease.state is LeaseState.LOST
-        for table in lease.tables.values()
-    )
+    lost = [lease for lease in state.leases.values() if lease.state is LeaseState.LOST]
+    writable = {frame for lease in lost for frame in lease.references}
+    for table in (table for lease in lost for table in lease.tables.values()):
+        writable.update(table.frames[table.num_tokens // state.block_size :])
+    quarantined = len(writable)
     return Usage(total, free, total - free - cached - quarantined, cached, quarantined)
 
 
@@ -63,8 +63,9 @@ def table(state: PoolState, table_id: int, now: float) -> TableView:
 
 def tables_after(state: PoolState, table_id: int, limit: int, now: float) -> list[TableView]:
     """Up to `limit` tables with greater ids, by rising id, without token ids."""
-    tables = (one for one in state.tables.values() if one.table_id > table_id)
-    return [table_view(state, one, now) for one in islice(tables, limit)]
+    # Forks come later than their ids, which were in reserve.
+    ids = nsmallest(limit, (one for one in state.tables if one > table_id))
+    return [table_view(state, state.tables[one], now) for one in ids]
 
 
 def block_state(state: PoolState, store: BlockStore, frame: int) -> BlockState:

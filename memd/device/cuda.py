@@ -8,7 +8,7 @@ context. memd computes nothing on the GPU: kernels of another process would dela
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -129,6 +129,10 @@ class CudaSlab:
     def __str__(self) -> str:
         return f"cuda:{self.gpu.index} {self.gpu.name} {self.gpu.uuid}"
 
+    def copy(self, runs: Sequence[tuple[int, int, int]]) -> None:
+        """Copies runs (source, target, size in bytes), in order, on the copy engine's stream; done when it returns."""
+        self._thread.run(self._copy, runs)
+
     def close(self) -> None:
         """Frees the memory and ends the GPU thread. What a worker has not unmapped by then stays until it ends.
 
@@ -154,6 +158,13 @@ class CudaSlab:
         except BaseException:
             self._free()
             raise
+
+    def _copy(self, runs: Sequence[tuple[int, int, int]]) -> None:
+        api, base = self._driver.api, int(self._allocation)
+        stream = api.Stream(1)  # does not wait for the legacy default stream
+        for source, target, size in runs:
+            api.memcpy_dtod_async(base + target, base + source, size, stream)
+        stream.synchronize()
 
     def _free(self) -> None:
         self._allocation.free()

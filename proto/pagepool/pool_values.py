@@ -30,26 +30,106 @@ class TableRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class ExtendRequest:
+    """Blocks to add at the end of a table; at least 1."""
+
+    ref: int
+    table_id: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveRequest:
+    """Blocks and table ids to have ahead, for operations to come."""
+
+    ref: int
+    num_blocks: int
+    num_tables: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """A new table that shares all blocks of another one; its id is one of the reserve."""
+
+    table_id: int
+    new_table_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOnWrite:
+    """A table's blocks from `first_index` on are replaced by copies in these blocks of the reserve."""
+
+    table_id: int
+    first_index: int
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Blocks of the reserve are added to the end of a table."""
+
+    table_id: int
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """A table's committed tokens are dropped from a length on.
+
+    `block_id` is a block of the reserve with a copy of the one that the new end lies in, or 0 where none is needed:
+    where that one is neither sealed nor another table's too.
+    """
+
+    table_id: int
+    num_tokens: int
+    block_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A table is released among the operations, not after them."""
+
+    table_id: int
+
+
+TableOperation = Fork | CopyOnWrite | Take | Truncate | Release
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """One batch of words to memd; commits apply first, then releases, then the requests one by one."""
+    """One batch of words to memd.
+
+    Commits apply first, then operations in order, then releases and freed blocks of the reserve, then the requests one
+    by one.
+    """
 
     commits: Sequence[Commit] = ()
     releases: Sequence[int] = ()
     creates: Sequence[TableRequest] = ()
+    extends: Sequence[ExtendRequest] = ()
+    operations: Sequence[TableOperation] = ()
+    frees: Sequence[int] = ()
+    reserves: Sequence[ReserveRequest] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.commits or self.releases or self.creates)
+        words = (self.commits, self.releases, self.creates, self.extends, self.operations, self.frees, self.reserves)
+        return any(words)
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A table was created: its blocks, packed entries in token order, and how many tokens need no computing."""
+    """A table was created: its blocks, packed entries in token order, and how many tokens need no computing.
+
+    For an extended table or the reserve, the blocks that were added; for the reserve `table_id` is the first of
+    `num_tables` consecutive ids of tables to come.
+    """
 
     ref: int
     table_id: int
     cached_tokens: int
     block_ids: Sequence[int]
     entries: Sequence[int]
+    num_tables: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 from pagekernels.cuda.identity import Driver
 
 GIB = 1 << 30
+BASE = 0x7F0000000000
 
 
 class Error(Exception):
@@ -104,6 +105,10 @@ class Api:
         self.current()
         self.calls.append(f"memset {value} {size}")
 
+    def memcpy_dtod_async(self, target: int, source: int, size: int, stream: Any) -> None:
+        self.current()
+        self.calls.append(f"copy {source - BASE} {target - BASE} {size}")
+
     def mem_get_ipc_handle(self, allocation: Allocation) -> bytearray:
         self.current()
         handle = bytes([len(self.machine.handles) + 1]) * 64
@@ -183,7 +188,7 @@ class Allocation:
         gpu.used += size
 
     def __int__(self) -> int:
-        return 0x7F0000000000
+        return BASE
 
     def free(self) -> None:
         self._api.current()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from memd.core import values
 from memd.core.geometry import Geometry
 from memd.core.pool import Pool
 from pagekernels.layout import LAYOUT_VERSION, Format, LayerShape, unpack_entry
+from pagepool.pool_values import TableOperation
 
 VOCAB = 211
 
@@ -53,7 +54,7 @@ class MemoryPool:
         answer = self.pool.step(self.lease_id, _core_step(len(self.steps), step), 0.0)
         for each in answer.grants:
             run = each.blocks
-            grant = Grant(each.ref, each.table_id, each.cached_tokens, run.block_ids, run.entries)
+            grant = Grant(each.ref, each.table_id, each.cached_tokens, run.block_ids, run.entries, each.num_tables)
             self.grants[grant.table_id] = grant
             self._late.append(grant)
         for no in answer.refusals:
@@ -94,7 +95,17 @@ def _core_step(step_id: int, step: Step) -> values.Step:
             values.TableRequest(each.token_ids, each.num_blocks, each.salt, each.priority, each.no_match, each.ref)
             for each in step.creates
         ],
+        [values.ExtendRequest(each.table_id, each.num_blocks, each.ref) for each in step.extends],
+        [_core_operation(each) for each in step.operations],
+        step.frees,
+        [values.ReserveRequest(each.num_blocks, each.num_tables, each.ref) for each in step.reserves],
     )
+
+
+def _core_operation(operation: TableOperation) -> values.TableOperation:
+    """The same by the core's own name for it."""
+    made: values.TableOperation = getattr(values, type(operation).__name__)(*astuple(operation))
+    return made
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import mmap
 import os
 import shutil
 import socket
@@ -56,6 +57,14 @@ class TestSlab:
         assert not slab.path.read_bytes().strip(b"\0")
         slab.close()
         assert list(shm.iterdir()) == []
+
+    def test_copies_reach_whoever_maps_the_file(self, shm: Path) -> None:
+        slab = make_slab(shm)
+        with slab.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as view:
+            view[:8] = b"abcdefgh"
+            slab.copy([(0, 4096, 4), (2, (1 << 20) - 6, 6), (4096, 8192, 2)])
+            assert (view[4096:4101], view[8192:8195], view[-6:]) == (b"abcd\0", b"ab\0", b"cdefgh")
+        slab.close()
 
     def test_names_never_collide_and_the_living_stay(self, shm: Path) -> None:
         slabs = [make_slab(shm) for _ in range(3)]

@@ -13,12 +13,15 @@ import pytest
 
 from memd import slabs
 from memd.config import MemdConfig, load_config
+from memd.copying import copier_of
+from memd.core.values import BlockCopy
 from memd.device import cuda
 from memd.device.cuda import GRANULE, CudaSlab, Memory, pool_bytes
 from memd.device.locks import LeaseLocks
 from memd.device.note import FormerPool, PoolNote
 from memd.slabs import PoolMemory, device_message, slab_message
 from pagekernels.cuda.identity import CudaUnavailableError, Driver, on_wsl2
+from pagekernels.layout import Format, pack_entry
 from pagepool.errors import PagepoolError, Reason
 from tests.cpu.fake_cuda import GIB, FakeGpu, Machine, fake_driver
 
@@ -93,6 +96,18 @@ class TestSlab:
         assert machine.gpus[0].used == GIB + GRANULE
         pool.close()
         assert machine.gpus[0].used == 0
+
+    async def test_copies_of_blocks_are_done_when_it_returns(self, machine: Machine, locks: LeaseLocks) -> None:
+        driver = fake_driver(machine)
+        pool = PoolMemory(MemdConfig(device="cuda", pool_bytes=GIB), locks, lambda: driver)
+        slab = await opened(pool)
+        driver.api.calls.clear()
+        entries = [pack_entry(Format.BF16, 0, unit) for unit in (2, 8, 4)]
+        copier_of(slab)([BlockCopy(entries[0], entries[1]), BlockCopy(entries[1], entries[2])], 100)
+        copier_of(slab)([], 100)
+        assert driver.api.calls == ["copy 200 800 200", "copy 800 400 200", "synchronize"]
+        pool.close()
+        assert len(driver.api.threads) == 1
 
     async def test_all_cuda_is_on_one_thread_that_ends_without_a_context(
         self, machine: Machine, locks: LeaseLocks

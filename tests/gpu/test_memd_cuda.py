@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 
+from pagekernels.layout import unpack_entry
 from pagepool.memd.v1 import pool_service_pb2 as pb
+from pagepool_client import PoolClient
 from tests.e2e.conftest import Memd, RawWorker, make_geometry, memds, wait_until
 
 GIB = 1 << 30
@@ -141,6 +143,29 @@ def test_workers_share_zeroed_memory_and_grpc_says_where_it_lies(
     assert first.do("close") == {"address": 0}
     assert second.do("read", offset=size - 4096, size=4096) == {"bytes": [9]}
     assert (first.finish(), second.finish(), memd.stop()) == (0, 0, 0)
+
+
+def test_memd_copies_for_a_client_what_a_worker_has_sealed(
+    start: Callable[..., Memd], worker: Callable[..., Worker]
+) -> None:
+    memd = start("--pool-bytes", str(64 << 20))
+    writer = worker(memd.target)
+    entries = writer.do("table", num_tokens=34)["entries"]
+    pool = pool_of(memd)
+
+    def offset(entry: int) -> int:
+        return unpack_entry(entry)[2] * int(pool.unit_bytes)
+
+    for byte, entry in enumerate(entries[:2], 7):
+        writer.do("write", offset=offset(entry), byte=byte, size=int(pool.block_bytes))
+    with PoolClient(memd.target) as client, client.lease() as lease:
+        sealed = {block.entry: block.block_id for block in client.blocks() if block.sealed}
+        copies = lease.copy([sealed[entry] for entry in entries[:2]])
+        for byte, entry in enumerate(copies.entries, 7):
+            assert writer.do("read", offset=offset(entry), size=int(pool.block_bytes)) == {"bytes": [byte]}
+        table = lease.create_table([*range(32), 1], 2)
+        cut = lease.truncate_table(table.table_id, 20)
+        assert writer.do("read", offset=offset(cut.entries[1]), size=int(pool.block_bytes)) == {"bytes": [8]}
 
 
 def test_a_killed_worker_gives_its_blocks_back_and_the_others_go_on(

@@ -51,6 +51,11 @@ class PoolLease:
         """Add one reference to each listed block; all or nothing."""
         self._change("ShareBlocks", self._words.share(block_ids))
 
+    def copy(self, block_ids: Sequence[int]) -> pb.CopyBlocksResponse:
+        """Copies of blocks, contents and committed tokens, as new blocks of the lease; all or nothing."""
+        answer: pb.CopyBlocksResponse = self._change("CopyBlocks", self._words.copy(block_ids))
+        return answer
+
     def create_table(
         self, token_ids: Sequence[int] = (), num_blocks: int = 0, *, salt: bytes = b"", priority: int = 0
     ) -> BlockTable:
@@ -64,6 +69,17 @@ class PoolLease:
         request = self._words.extend_table(table_id, num_blocks)
         answer: pb.ExtendBlockTableResponse = self._change("ExtendBlockTable", request)
         return answer
+
+    def fork_table(self, table_id: int) -> BlockTable:
+        """A table that shares all blocks of another one of the lease."""
+        table: BlockTable = self._change("ForkBlockTable", self._words.fork_table(table_id)).block_table
+        return table
+
+    def truncate_table(self, table_id: int, num_tokens: int) -> BlockTable:
+        """The table without its committed tokens from `num_tokens` on; inside a shared block by copy."""
+        request = self._words.truncate_table(table_id, num_tokens)
+        table: BlockTable = self._change("TruncateBlockTable", request).block_table
+        return table
 
     def release_table(self, table_id: int) -> None:
         """Release a table: its sealed blocks stay cached."""

@@ -79,6 +79,28 @@ class LeaseWords:
             num_blocks=num_blocks,
         )
 
+    def copy(self, block_ids: Sequence[int]) -> pool.CopyBlocksRequest:
+        """Copies of blocks."""
+        return pool.CopyBlocksRequest(
+            request_id=request_id(), epoch=self.epoch, lease_id=self.lease_id, block_ids=block_ids
+        )
+
+    def fork_table(self, table_id: int) -> pool.ForkBlockTableRequest:
+        """A table that shares another one's blocks."""
+        return pool.ForkBlockTableRequest(
+            request_id=request_id(), epoch=self.epoch, lease_id=self.lease_id, table_id=table_id
+        )
+
+    def truncate_table(self, table_id: int, num_tokens: int) -> pool.TruncateBlockTableRequest:
+        """A table without its tokens from a length on."""
+        return pool.TruncateBlockTableRequest(
+            request_id=request_id(),
+            epoch=self.epoch,
+            lease_id=self.lease_id,
+            table_id=table_id,
+            num_tokens=num_tokens,
+        )
+
     def release_table(self, table_id: int) -> pool.ReleaseBlockTableRequest:
         """A table's end."""
         return pool.ReleaseBlockTableRequest(

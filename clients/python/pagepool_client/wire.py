@@ -10,7 +10,21 @@ from pagepool.memd.v1.worker_service_pb2 import (
     StepResult,
     Welcome,
 )
-from pagepool.pool_values import CudaDevice, Grant, PoolEvent, PoolInfo, Refusal, Step
+from pagepool.memd.v1.worker_service_pb2 import Step as StepMessage
+from pagepool.pool_values import (
+    CopyOnWrite,
+    CudaDevice,
+    Fork,
+    Grant,
+    PoolEvent,
+    PoolInfo,
+    Refusal,
+    Release,
+    Step,
+    TableOperation,
+    Take,
+    Truncate,
+)
 
 
 def geometry_message(layout: PagedLayout, model_digest: bytes, model_name: str) -> Geometry:
@@ -54,13 +68,38 @@ def step_message(step_id: int, step: Step) -> AttachRequest:
             num_blocks=request.num_blocks,
             no_match=request.no_match,
         )
+    for extend in step.extends:
+        words.extends.add(ref=extend.ref, table_id=extend.table_id, num_blocks=extend.num_blocks)
+    for operation in step.operations:
+        _add_operation(words, operation)
+    words.free_block_ids.extend(step.frees)
+    for reserve in step.reserves:
+        words.reserves.add(ref=reserve.ref, num_blocks=reserve.num_blocks, num_tables=reserve.num_tables)
     return message
+
+
+def _add_operation(words: StepMessage, operation: TableOperation) -> None:
+    message = words.operations.add()
+    match operation:
+        case Fork(table_id, new_table_id):
+            message.fork.table_id, message.fork.new_table_id = table_id, new_table_id
+        case CopyOnWrite(table_id, first_index, block_ids):
+            message.copy_on_write.table_id, message.copy_on_write.first_index = table_id, first_index
+            message.copy_on_write.block_ids.extend(block_ids)
+        case Take(table_id, block_ids):
+            message.take.table_id = table_id
+            message.take.block_ids.extend(block_ids)
+        case Truncate(table_id, num_tokens, block_id):
+            message.truncate.table_id, message.truncate.num_tokens = table_id, num_tokens
+            message.truncate.block_id = block_id
+        case Release(table_id):
+            message.release_table_id = table_id
 
 
 def events_of(result: StepResult) -> list[PoolEvent]:
     """The grants and refusals of an answered step."""
     events: list[PoolEvent] = [
-        Grant(each.ref, each.table_id, each.cached_tokens, list(each.block_ids), list(each.entries))
+        Grant(each.ref, each.table_id, each.cached_tokens, list(each.block_ids), list(each.entries), each.num_tables)
         for each in result.grants
     ]
     events += [

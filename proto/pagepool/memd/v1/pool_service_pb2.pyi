@@ -198,6 +198,26 @@ class ShareBlocksResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class CopyBlocksRequest(_message.Message):
+    __slots__ = ("request_id", "epoch", "lease_id", "block_ids")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    lease_id: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CopyBlocksResponse(_message.Message):
+    __slots__ = ("block_ids", "entries")
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    entries: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_ids: _Optional[_Iterable[int]] = ..., entries: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class CreateBlockTableRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "lease_id", "token_ids", "salt", "priority", "num_blocks")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -243,6 +263,44 @@ class ExtendBlockTableResponse(_message.Message):
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     entries: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, block_ids: _Optional[_Iterable[int]] = ..., entries: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ForkBlockTableRequest(_message.Message):
+    __slots__ = ("request_id", "epoch", "lease_id", "table_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    lease_id: int
+    table_id: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., table_id: _Optional[int] = ...) -> None: ...
+
+class ForkBlockTableResponse(_message.Message):
+    __slots__ = ("block_table",)
+    BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
+    block_table: _types_pb2.BlockTable
+    def __init__(self, block_table: _Optional[_Union[_types_pb2.BlockTable, _Mapping]] = ...) -> None: ...
+
+class TruncateBlockTableRequest(_message.Message):
+    __slots__ = ("request_id", "epoch", "lease_id", "table_id", "num_tokens")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    lease_id: int
+    table_id: int
+    num_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., table_id: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class TruncateBlockTableResponse(_message.Message):
+    __slots__ = ("block_table",)
+    BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
+    block_table: _types_pb2.BlockTable
+    def __init__(self, block_table: _Optional[_Union[_types_pb2.BlockTable, _Mapping]] = ...) -> None: ...
 
 class ReleaseBlockTableRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "lease_id", "table_id")

@@ -107,6 +107,11 @@ class PoolServiceStub:
                 request_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ShareBlocksRequest.SerializeToString,
                 response_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ShareBlocksResponse.FromString,
                 _registered_method=True)
+        self.CopyBlocks = channel.unary_unary(
+                '/pagepool.memd.v1.PoolService/CopyBlocks',
+                request_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CopyBlocksRequest.SerializeToString,
+                response_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CopyBlocksResponse.FromString,
+                _registered_method=True)
         self.CreateBlockTable = channel.unary_unary(
                 '/pagepool.memd.v1.PoolService/CreateBlockTable',
                 request_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CreateBlockTableRequest.SerializeToString,
@@ -116,6 +121,16 @@ class PoolServiceStub:
                 '/pagepool.memd.v1.PoolService/ExtendBlockTable',
                 request_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ExtendBlockTableRequest.SerializeToString,
                 response_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ExtendBlockTableResponse.FromString,
+                _registered_method=True)
+        self.ForkBlockTable = channel.unary_unary(
+                '/pagepool.memd.v1.PoolService/ForkBlockTable',
+                request_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ForkBlockTableRequest.SerializeToString,
+                response_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ForkBlockTableResponse.FromString,
+                _registered_method=True)
+        self.TruncateBlockTable = channel.unary_unary(
+                '/pagepool.memd.v1.PoolService/TruncateBlockTable',
+                request_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.TruncateBlockTableRequest.SerializeToString,
+                response_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.TruncateBlockTableResponse.FromString,
                 _registered_method=True)
         self.ReleaseBlockTable = channel.unary_unary(
                 '/pagepool.memd.v1.PoolService/ReleaseBlockTable',
@@ -252,6 +267,22 @@ class PoolServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CopyBlocks(self, request, context):
+        """Copies blocks, contents and committed tokens, into new ones with one reference of the lease each; the copy of a
+        sealed block is sealed. memd copies the bytes before it answers. All or nothing; counts as a use of the sources.
+        Cached blocks, never the sources, may be evicted. Idempotent with request_id.
+        NOT_FOUND / LEASE_NOT_FOUND: create a lease first.
+        NOT_FOUND / BLOCK_NOT_FOUND: freed or evicted already, or never existed; nothing was copied.
+        FAILED_PRECONDITION / LEASE_IS_WORKERS: a worker copies on its own stream and says so in a Step.
+        FAILED_PRECONDITION / BLOCK_NOT_SEALED: only its own lease can copy a block that may still be written.
+        RESOURCE_EXHAUSTED / POOL_EXHAUSTED: too few free and cached blocks; nothing was copied; retry after RetryInfo.
+        INVALID_ARGUMENT / INVALID_FIELD: no block, or more than 32 MiB of blocks (one is always possible); copy the
+        rest in further calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateBlockTable(self, request, context):
         """Matches the longest sealed prefix of the token ids, takes a reference to each block found, adds blocks up to
         num_blocks and creates the table, in one step: nothing can be evicted in between. All or nothing.
@@ -272,6 +303,32 @@ class PoolServiceServicer:
         FAILED_PRECONDITION / TABLE_NOT_HELD: it is another lease's table.
         RESOURCE_EXHAUSTED / POOL_EXHAUSTED: too few free and cached blocks; nothing was taken; retry after RetryInfo.
         INVALID_ARGUMENT / REQUEST_TOO_LARGE: the table would have more blocks than the whole pool.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkBlockTable(self, request, context):
+        """Creates a table that shares all blocks of another one of the lease, those not yet written included, and its committed
+        tokens. Takes no block. Idempotent with request_id. ReleaseBlockTable cleans up.
+        NOT_FOUND / LEASE_NOT_FOUND, TABLE_NOT_FOUND: it ended or was released.
+        FAILED_PRECONDITION / LEASE_IS_WORKERS: a worker forks on its stream.
+        FAILED_PRECONDITION / TABLE_NOT_HELD: it is another lease's table.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TruncateBlockTable(self, request, context):
+        """Drops the committed tokens of a table of the lease from a length on, and releases the blocks that only they were in;
+        blocks not yet written stay. If the new end lies inside a block that is sealed, or that another table has too, memd
+        copies that block first: it stays as it is for everybody else. All or nothing. Idempotent with request_id.
+        NOT_FOUND / LEASE_NOT_FOUND, TABLE_NOT_FOUND: it ended or was released.
+        FAILED_PRECONDITION / LEASE_IS_WORKERS: a worker truncates on its stream.
+        FAILED_PRECONDITION / TABLE_NOT_HELD: it is another lease's table.
+        RESOURCE_EXHAUSTED / POOL_EXHAUSTED: no block for the copy; nothing was dropped; retry after RetryInfo, or truncate
+        to a multiple of the block size.
+        INVALID_ARGUMENT / INVALID_FIELD: num_tokens is more than the table has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -350,6 +407,11 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     request_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ShareBlocksRequest.FromString,
                     response_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ShareBlocksResponse.SerializeToString,
             ),
+            'CopyBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyBlocks,
+                    request_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CopyBlocksRequest.FromString,
+                    response_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CopyBlocksResponse.SerializeToString,
+            ),
             'CreateBlockTable': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateBlockTable,
                     request_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CreateBlockTableRequest.FromString,
@@ -359,6 +421,16 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     servicer.ExtendBlockTable,
                     request_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ExtendBlockTableRequest.FromString,
                     response_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ExtendBlockTableResponse.SerializeToString,
+            ),
+            'ForkBlockTable': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkBlockTable,
+                    request_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ForkBlockTableRequest.FromString,
+                    response_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ForkBlockTableResponse.SerializeToString,
+            ),
+            'TruncateBlockTable': grpc.unary_unary_rpc_method_handler(
+                    servicer.TruncateBlockTable,
+                    request_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.TruncateBlockTableRequest.FromString,
+                    response_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.TruncateBlockTableResponse.SerializeToString,
             ),
             'ReleaseBlockTable': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseBlockTable,
@@ -714,6 +786,33 @@ class PoolService:
             _registered_method=True)
 
     @staticmethod
+    def CopyBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagepool.memd.v1.PoolService/CopyBlocks',
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CopyBlocksRequest.SerializeToString,
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CopyBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def CreateBlockTable(request,
             target,
             options=(),
@@ -757,6 +856,60 @@ class PoolService:
             '/pagepool.memd.v1.PoolService/ExtendBlockTable',
             pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ExtendBlockTableRequest.SerializeToString,
             pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ExtendBlockTableResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkBlockTable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagepool.memd.v1.PoolService/ForkBlockTable',
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ForkBlockTableRequest.SerializeToString,
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ForkBlockTableResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TruncateBlockTable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagepool.memd.v1.PoolService/TruncateBlockTable',
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.TruncateBlockTableRequest.SerializeToString,
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.TruncateBlockTableResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -26,15 +26,15 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from pagepool.memd.v1 import types_pb2 as pagepool_dot_memd_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%pagepool/memd/v1/worker_service.proto\x12\x10pagepool.memd.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cpagepool/memd/v1/types.proto\"\xca\x01\n\rAttachRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.pagepool.memd.v1.HelloH\x00\x12\x30\n\theartbeat\x18\x02 \x01(\x0b\x32\x1b.pagepool.memd.v1.HeartbeatH\x00\x12&\n\x04step\x18\x03 \x01(\x0b\x32\x16.pagepool.memd.v1.StepH\x00\x12*\n\x06\x64\x65tach\x18\x04 \x01(\x0b\x32\x18.pagepool.memd.v1.DetachH\x00\x42\t\n\x07message\"\xc4\x02\n\x0e\x41ttachResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.pagepool.memd.v1.WelcomeH\x00\x12\x37\n\rheartbeat_ack\x18\x02 \x01(\x0b\x32\x1e.pagepool.memd.v1.HeartbeatAckH\x00\x12\x33\n\x0bstep_result\x18\x03 \x01(\x0b\x32\x1c.pagepool.memd.v1.StepResultH\x00\x12\x31\n\ndetach_ack\x18\x04 \x01(\x0b\x32\x1b.pagepool.memd.v1.DetachAckH\x00\x12.\n\x08\x63\x61pacity\x18\x05 \x01(\x0b\x32\x1a.pagepool.memd.v1.CapacityH\x00\x12(\n\x05\x64rain\x18\x06 \x01(\x0b\x32\x17.pagepool.memd.v1.DrainH\x00\x42\t\n\x07message\"\x8e\x01\n\x05Hello\x12\x13\n\x0bworker_name\x18\x01 \x01(\t\x12\x11\n\tlock_file\x18\x02 \x01(\t\x12,\n\x08geometry\x18\x03 \x01(\x0b\x32\x1a.pagepool.memd.v1.Geometry\x12\x15\n\rreclaim_epoch\x18\x04 \x01(\x06\x12\x18\n\x10reclaim_lease_id\x18\x05 \x01(\x04\"\x8d\x02\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x11\n\treclaimed\x18\x03 \x01(\x08\x12\x35\n\x12heartbeat_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x11heartbeat_timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x12\n\nunit_bytes\x18\x07 \x01(\x04\x12\x12\n\nnum_blocks\x18\x08 \x01(\x04\x12%\n\x05slabs\x18\t \x03(\x0b\x32\x16.pagepool.memd.v1.Slab\"\xa7\x01\n\x04Slab\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12=\n\rshared_memory\x18\x03 \x01(\x0b\x32$.pagepool.memd.v1.SharedMemoryHandleH\x00\x12\x33\n\x08\x63uda_ipc\x18\x04 \x01(\x0b\x32\x1f.pagepool.memd.v1.CudaIpcHandleH\x00\x42\x08\n\x06handle\"\"\n\x12SharedMemoryHandle\x12\x0c\n\x04path\x18\x01 \x01(\t\"F\n\rCudaIpcHandle\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\t\x12\x10\n\x08memd_pid\x18\x03 \x01(\r\"\x1d\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\" \n\x0cHeartbeatAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\xc0\x01\n\x04Step\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12)\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x18.pagepool.memd.v1.Commit\x12\x19\n\x11release_table_ids\x18\x03 \x03(\x04\x12/\n\x07\x63reates\x18\x04 \x03(\x0b\x32\x1e.pagepool.memd.v1.TableRequest\x12\x30\n\x07\x65xtends\x18\x05 \x03(\x0b\x32\x1f.pagepool.memd.v1.ExtendRequest\"-\n\x06\x43ommit\x12\x10\n\x08table_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"t\n\x0cTableRequest\x12\x0b\n\x03ref\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04salt\x18\x03 \x01(\x0c\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x10\n\x08no_match\x18\x06 \x01(\x08\"B\n\rExtendRequest\x12\x0b\n\x03ref\x18\x01 \x01(\x04\x12\x10\n\x08table_id\x18\x02 \x01(\x04\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"s\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\'\n\x06grants\x18\x02 \x03(\x0b\x32\x17.pagepool.memd.v1.Grant\x12+\n\x08refusals\x18\x03 \x03(\x0b\x32\x19.pagepool.memd.v1.Refusal\"a\n\x05Grant\x12\x0b\n\x03ref\x18\x01 \x01(\x04\x12\x10\n\x08table_id\x18\x02 \x01(\x04\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\x04\x12\x0f\n\x07\x65ntries\x18\x05 \x03(\x07\"w\n\x07Refusal\x12\x0b\n\x03ref\x18\x01 \x01(\x04\x12/\n\x06reason\x18\x02 \x01(\x0e\x32\x1f.pagepool.memd.v1.RefusalReason\x12\x18\n\x10\x61vailable_blocks\x18\x03 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\x04\"$\n\x08\x43\x61pacity\x12\x18\n\x10\x61vailable_blocks\x18\x01 \x01(\x04\"1\n\x05\x44rain\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x08\n\x06\x44\x65tach\"\x0b\n\tDetachAck*x\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12!\n\x1dREFUSAL_REASON_POOL_EXHAUSTED\x10\x01\x12$\n REFUSAL_REASON_REQUEST_TOO_LARGE\x10\x02\x32`\n\rWorkerService\x12O\n\x06\x41ttach\x12\x1f.pagepool.memd.v1.AttachRequest\x1a .pagepool.memd.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%pagepool/memd/v1/worker_service.proto\x12\x10pagepool.memd.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cpagepool/memd/v1/types.proto\"\xca\x01\n\rAttachRequest\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x17.pagepool.memd.v1.HelloH\x00\x12\x30\n\theartbeat\x18\x02 \x01(\x0b\x32\x1b.pagepool.memd.v1.HeartbeatH\x00\x12&\n\x04step\x18\x03 \x01(\x0b\x32\x16.pagepool.memd.v1.StepH\x00\x12*\n\x06\x64\x65tach\x18\x04 \x01(\x0b\x32\x18.pagepool.memd.v1.DetachH\x00\x42\t\n\x07message\"\xc4\x02\n\x0e\x41ttachResponse\x12,\n\x07welcome\x18\x01 \x01(\x0b\x32\x19.pagepool.memd.v1.WelcomeH\x00\x12\x37\n\rheartbeat_ack\x18\x02 \x01(\x0b\x32\x1e.pagepool.memd.v1.HeartbeatAckH\x00\x12\x33\n\x0bstep_result\x18\x03 \x01(\x0b\x32\x1c.pagepool.memd.v1.StepResultH\x00\x12\x31\n\ndetach_ack\x18\x04 \x01(\x0b\x32\x1b.pagepool.memd.v1.DetachAckH\x00\x12.\n\x08\x63\x61pacity\x18\x05 \x01(\x0b\x32\x1a.pagepool.memd.v1.CapacityH\x00\x12(\n\x05\x64rain\x18\x06 \x01(\x0b\x32\x17.pagepool.memd.v1.DrainH\x00\x42\t\n\x07message\"\x8e\x01\n\x05Hello\x12\x13\n\x0bworker_name\x18\x01 \x01(\t\x12\x11\n\tlock_file\x18\x02 \x01(\t\x12,\n\x08geometry\x18\x03 \x01(\x0b\x32\x1a.pagepool.memd.v1.Geometry\x12\x15\n\rreclaim_epoch\x18\x04 \x01(\x06\x12\x18\n\x10reclaim_lease_id\x18\x05 \x01(\x04\"\x8d\x02\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x11\n\treclaimed\x18\x03 \x01(\x08\x12\x35\n\x12heartbeat_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x11heartbeat_timeout\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x12\n\nunit_bytes\x18\x07 \x01(\x04\x12\x12\n\nnum_blocks\x18\x08 \x01(\x04\x12%\n\x05slabs\x18\t \x03(\x0b\x32\x16.pagepool.memd.v1.Slab\"\xa7\x01\n\x04Slab\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12=\n\rshared_memory\x18\x03 \x01(\x0b\x32$.pagepool.memd.v1.SharedMemoryHandleH\x00\x12\x33\n\x08\x63uda_ipc\x18\x04 \x01(\x0b\x32\x1f.pagepool.memd.v1.CudaIpcHandleH\x00\x42\x08\n\x06handle\"\"\n\x12SharedMemoryHandle\x12\x0c\n\x04path\x18\x01 \x01(\t\"F\n\rCudaIpcHandle\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\t\x12\x10\n\x08memd_pid\x18\x03 \x01(\r\"\x1d\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\" \n\x0cHeartbeatAck\x12\x10\n\x08sequence\x18\x01 \x01(\x04\"\xc2\x02\n\x04Step\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12)\n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x18.pagepool.memd.v1.Commit\x12\x19\n\x11release_table_ids\x18\x03 \x03(\x04\x12/\n\x07\x63reates\x18\x04 \x03(\x0b\x32\x1e.pagepool.memd.v1.TableRequest\x12\x30\n\x07\x65xtends\x18\x05 \x03(\x0b\x32\x1f.pagepool.memd.v1.ExtendRequest\x12\x34\n\noperations\x18\x06 \x03(\x0b\x32 .pagepool.memd.v1.TableOperation\x12\x16\n\x0e\x66ree_block_ids\x18\x07 \x03(\x04\x12\x32\n\x08reserves\x18\x08 \x03(\x0b\x32 .pagepool.memd.v1.ReserveRequest\"\xf1\x01\n\x0eTableOperation\x12&\n\x04\x66ork\x18\x01 \x01(\x0b\x32\x16.pagepool.memd.v1.ForkH\x00\x12\x36\n\rcopy_on_write\x18\x02 \x01(\x0b\x32\x1d.pagepool.memd.v1.CopyOnWriteH\x00\x12&\n\x04take\x18\x03 \x01(\x0b\x32\x16.pagepool.memd.v1.TakeH\x00\x12.\n\x08truncate\x18\x04 \x01(\x0b\x32\x1a.pagepool.memd.v1.TruncateH\x00\x12\x1a\n\x10release_table_id\x18\x05 \x01(\x04H\x00\x42\x0b\n\toperation\".\n\x04\x46ork\x12\x10\n\x08table_id\x18\x01 \x01(\x04\x12\x14\n\x0cnew_table_id\x18\x02 \x01(\x04\"G\n\x0b\x43opyOnWrite\x12\x10\n\x08table_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x66irst_index\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\x04\"+\n\x04Take\x12\x10\n\x08table_id\x18\x01 \x01(\x04\x12\x11\n\tblock_ids\x18\x02 \x03(\x04\"B\n\x08Truncate\x12\x10\n\x08table_id\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x10\n\x08\x62lock_id\x18\x03 \x01(\x04\"-\n\x06\x43ommit\x12\x10\n\x08table_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"t\n\x0cTableRequest\x12\x0b\n\x03ref\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04salt\x18\x03 \x01(\x0c\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x12\n\nnum_blocks\x18\x05 \x01(\r\x12\x10\n\x08no_match\x18\x06 \x01(\x08\"B\n\rExtendRequest\x12\x0b\n\x03ref\x18\x01 \x01(\x04\x12\x10\n\x08table_id\x18\x02 \x01(\x04\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"E\n\x0eReserveRequest\x12\x0b\n\x03ref\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nnum_tables\x18\x03 \x01(\r\"s\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\'\n\x06grants\x18\x02 \x03(\x0b\x32\x17.pagepool.memd.v1.Grant\x12+\n\x08refusals\x18\x03 \x03(\x0b\x32\x19.pagepool.memd.v1.Refusal\"u\n\x05Grant\x12\x0b\n\x03ref\x18\x01 \x01(\x04\x12\x10\n\x08table_id\x18\x02 \x01(\x04\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\x04\x12\x0f\n\x07\x65ntries\x18\x05 \x03(\x07\x12\x12\n\nnum_tables\x18\x06 \x01(\r\"w\n\x07Refusal\x12\x0b\n\x03ref\x18\x01 \x01(\x04\x12/\n\x06reason\x18\x02 \x01(\x0e\x32\x1f.pagepool.memd.v1.RefusalReason\x12\x18\n\x10\x61vailable_blocks\x18\x03 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\x04\"$\n\x08\x43\x61pacity\x12\x18\n\x10\x61vailable_blocks\x18\x01 \x01(\x04\"1\n\x05\x44rain\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x08\n\x06\x44\x65tach\"\x0b\n\tDetachAck*x\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12!\n\x1dREFUSAL_REASON_POOL_EXHAUSTED\x10\x01\x12$\n REFUSAL_REASON_REQUEST_TOO_LARGE\x10\x02\x32`\n\rWorkerService\x12O\n\x06\x41ttach\x12\x1f.pagepool.memd.v1.AttachRequest\x1a .pagepool.memd.v1.AttachResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagepool.memd.v1.worker_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_REFUSALREASON']._serialized_start=2290
-  _globals['_REFUSALREASON']._serialized_end=2410
+  _globals['_REFUSALREASON']._serialized_start=2989
+  _globals['_REFUSALREASON']._serialized_end=3109
   _globals['_ATTACHREQUEST']._serialized_start=122
   _globals['_ATTACHREQUEST']._serialized_end=324
   _globals['_ATTACHRESPONSE']._serialized_start=327
@@ -54,27 +54,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEARTBEATACK']._serialized_start=1379
   _globals['_HEARTBEATACK']._serialized_end=1411
   _globals['_STEP']._serialized_start=1414
-  _globals['_STEP']._serialized_end=1606
-  _globals['_COMMIT']._serialized_start=1608
-  _globals['_COMMIT']._serialized_end=1653
-  _globals['_TABLEREQUEST']._serialized_start=1655
-  _globals['_TABLEREQUEST']._serialized_end=1771
-  _globals['_EXTENDREQUEST']._serialized_start=1773
-  _globals['_EXTENDREQUEST']._serialized_end=1839
-  _globals['_STEPRESULT']._serialized_start=1841
-  _globals['_STEPRESULT']._serialized_end=1956
-  _globals['_GRANT']._serialized_start=1958
-  _globals['_GRANT']._serialized_end=2055
-  _globals['_REFUSAL']._serialized_start=2057
-  _globals['_REFUSAL']._serialized_end=2176
-  _globals['_CAPACITY']._serialized_start=2178
-  _globals['_CAPACITY']._serialized_end=2214
-  _globals['_DRAIN']._serialized_start=2216
-  _globals['_DRAIN']._serialized_end=2265
-  _globals['_DETACH']._serialized_start=2267
-  _globals['_DETACH']._serialized_end=2275
-  _globals['_DETACHACK']._serialized_start=2277
-  _globals['_DETACHACK']._serialized_end=2288
-  _globals['_WORKERSERVICE']._serialized_start=2412
-  _globals['_WORKERSERVICE']._serialized_end=2508
+  _globals['_STEP']._serialized_end=1736
+  _globals['_TABLEOPERATION']._serialized_start=1739
+  _globals['_TABLEOPERATION']._serialized_end=1980
+  _globals['_FORK']._serialized_start=1982
+  _globals['_FORK']._serialized_end=2028
+  _globals['_COPYONWRITE']._serialized_start=2030
+  _globals['_COPYONWRITE']._serialized_end=2101
+  _globals['_TAKE']._serialized_start=2103
+  _globals['_TAKE']._serialized_end=2146
+  _globals['_TRUNCATE']._serialized_start=2148
+  _globals['_TRUNCATE']._serialized_end=2214
+  _globals['_COMMIT']._serialized_start=2216
+  _globals['_COMMIT']._serialized_end=2261
+  _globals['_TABLEREQUEST']._serialized_start=2263
+  _globals['_TABLEREQUEST']._serialized_end=2379
+  _globals['_EXTENDREQUEST']._serialized_start=2381
+  _globals['_EXTENDREQUEST']._serialized_end=2447
+  _globals['_RESERVEREQUEST']._serialized_start=2449
+  _globals['_RESERVEREQUEST']._serialized_end=2518
+  _globals['_STEPRESULT']._serialized_start=2520
+  _globals['_STEPRESULT']._serialized_end=2635
+  _globals['_GRANT']._serialized_start=2637
+  _globals['_GRANT']._serialized_end=2754
+  _globals['_REFUSAL']._serialized_start=2756
+  _globals['_REFUSAL']._serialized_end=2875
+  _globals['_CAPACITY']._serialized_start=2877
+  _globals['_CAPACITY']._serialized_end=2913
+  _globals['_DRAIN']._serialized_start=2915
+  _globals['_DRAIN']._serialized_end=2964
+  _globals['_DETACH']._serialized_start=2966
+  _globals['_DETACH']._serialized_end=2974
+  _globals['_DETACHACK']._serialized_start=2976
+  _globals['_DETACHACK']._serialized_end=2987
+  _globals['_WORKERSERVICE']._serialized_start=3111
+  _globals['_WORKERSERVICE']._serialized_end=3207
 # @@protoc_insertion_point(module_scope)

@@ -125,18 +125,74 @@ class HeartbeatAck(_message.Message):
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "commits", "release_table_ids", "creates", "extends")
+    __slots__ = ("step_id", "commits", "release_table_ids", "creates", "extends", "operations", "free_block_ids", "reserves")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_TABLE_IDS_FIELD_NUMBER: _ClassVar[int]
     CREATES_FIELD_NUMBER: _ClassVar[int]
     EXTENDS_FIELD_NUMBER: _ClassVar[int]
+    OPERATIONS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESERVES_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     commits: _containers.RepeatedCompositeFieldContainer[Commit]
     release_table_ids: _containers.RepeatedScalarFieldContainer[int]
     creates: _containers.RepeatedCompositeFieldContainer[TableRequest]
     extends: _containers.RepeatedCompositeFieldContainer[ExtendRequest]
-    def __init__(self, step_id: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., release_table_ids: _Optional[_Iterable[int]] = ..., creates: _Optional[_Iterable[_Union[TableRequest, _Mapping]]] = ..., extends: _Optional[_Iterable[_Union[ExtendRequest, _Mapping]]] = ...) -> None: ...
+    operations: _containers.RepeatedCompositeFieldContainer[TableOperation]
+    free_block_ids: _containers.RepeatedScalarFieldContainer[int]
+    reserves: _containers.RepeatedCompositeFieldContainer[ReserveRequest]
+    def __init__(self, step_id: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., release_table_ids: _Optional[_Iterable[int]] = ..., creates: _Optional[_Iterable[_Union[TableRequest, _Mapping]]] = ..., extends: _Optional[_Iterable[_Union[ExtendRequest, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[TableOperation, _Mapping]]] = ..., free_block_ids: _Optional[_Iterable[int]] = ..., reserves: _Optional[_Iterable[_Union[ReserveRequest, _Mapping]]] = ...) -> None: ...
+
+class TableOperation(_message.Message):
+    __slots__ = ("fork", "copy_on_write", "take", "truncate", "release_table_id")
+    FORK_FIELD_NUMBER: _ClassVar[int]
+    COPY_ON_WRITE_FIELD_NUMBER: _ClassVar[int]
+    TAKE_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    fork: Fork
+    copy_on_write: CopyOnWrite
+    take: Take
+    truncate: Truncate
+    release_table_id: int
+    def __init__(self, fork: _Optional[_Union[Fork, _Mapping]] = ..., copy_on_write: _Optional[_Union[CopyOnWrite, _Mapping]] = ..., take: _Optional[_Union[Take, _Mapping]] = ..., truncate: _Optional[_Union[Truncate, _Mapping]] = ..., release_table_id: _Optional[int] = ...) -> None: ...
+
+class Fork(_message.Message):
+    __slots__ = ("table_id", "new_table_id")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    NEW_TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    new_table_id: int
+    def __init__(self, table_id: _Optional[int] = ..., new_table_id: _Optional[int] = ...) -> None: ...
+
+class CopyOnWrite(_message.Message):
+    __slots__ = ("table_id", "first_index", "block_ids")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    first_index: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table_id: _Optional[int] = ..., first_index: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Take(_message.Message):
+    __slots__ = ("table_id", "block_ids")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table_id: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Truncate(_message.Message):
+    __slots__ = ("table_id", "num_tokens", "block_id")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    num_tokens: int
+    block_id: int
+    def __init__(self, table_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., block_id: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("table_id", "token_ids")
@@ -172,6 +228,16 @@ class ExtendRequest(_message.Message):
     num_blocks: int
     def __init__(self, ref: _Optional[int] = ..., table_id: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
+class ReserveRequest(_message.Message):
+    __slots__ = ("ref", "num_blocks", "num_tables")
+    REF_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TABLES_FIELD_NUMBER: _ClassVar[int]
+    ref: int
+    num_blocks: int
+    num_tables: int
+    def __init__(self, ref: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_tables: _Optional[int] = ...) -> None: ...
+
 class StepResult(_message.Message):
     __slots__ = ("step_id", "grants", "refusals")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
@@ -183,18 +249,20 @@ class StepResult(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., grants: _Optional[_Iterable[_Union[Grant, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("ref", "table_id", "cached_tokens", "block_ids", "entries")
+    __slots__ = ("ref", "table_id", "cached_tokens", "block_ids", "entries", "num_tables")
     REF_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TABLES_FIELD_NUMBER: _ClassVar[int]
     ref: int
     table_id: int
     cached_tokens: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
     entries: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ref: _Optional[int] = ..., table_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., entries: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_tables: int
+    def __init__(self, ref: _Optional[int] = ..., table_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., entries: _Optional[_Iterable[int]] = ..., num_tables: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
     __slots__ = ("ref", "reason", "available_blocks", "total_blocks")

@@ -1,0 +1,260 @@
+"""A worker's block tables and its reserve: forked, written, truncated and released without waiting for memd.
+
+What memd granted ahead is used here, and memd hears of it in the next step message: it repeats every operation on its
+own tables, in the same order, so both agree at any time on who has which block. Pure.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from inferd.core.ports import Commit, Grant, Step
+from pagepool.pool_values import CopyOnWrite, Fork, Release, ReserveRequest, TableOperation, Take, Truncate
+
+
+class ReserveShortError(Exception):
+    """The reserve has too few blocks or table ids. Nothing was changed: ask for more, and try again."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A block to copy before anything else is written: its packed entry, and that of the block that it is copied to."""
+
+    source: int
+    target: int
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """One table. Token positions [0, num_tokens) are committed, [num_tokens, num_prepared) are being written.
+
+    `entries` are the packed words of its blocks; another object whenever they change.
+    """
+
+    table_id: int
+    block_ids: list[int]
+    entries: array[int]
+    num_tokens: int = 0
+    num_prepared: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Words:
+    """What one step message will say."""
+
+    commits: list[Commit] = field(default_factory=list)
+    operations: list[TableOperation] = field(default_factory=list)
+    frees: list[int] = field(default_factory=list)
+    reserves: list[ReserveRequest] = field(default_factory=list)
+
+
+class BlockTables:
+    """The tables of one lease, by id. Not thread-safe.
+
+    A block is written only by a table that nobody shares it with: `prepare` replaces what others have too, and returns
+    the copies that the caller must launch, on the stream that writes, before the append that it prepares. Whatever
+    raises ReserveShortError or ValueError has changed nothing.
+
+    What memd hears of a block that nobody has any more, it may grant to somebody else at once. So when steps are sent,
+    nothing may be in flight that reads or writes a block that they drop: no step of a released or truncated table, and
+    no copy from a block of it.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+        self._tables: dict[int, BlockTable] = {}
+        self._holders: Counter[int] = Counter()  # tables that have a block, by its id
+        self._blocks: list[tuple[int, int]] = []  # the reserve: (block id, entry)
+        self._ids: list[int] = []
+        self._asked: dict[int, tuple[int, int]] = {}
+        self._words: list[_Words] = [_Words()]
+
+    def __getitem__(self, table_id: int) -> BlockTable:
+        return self._tables[table_id]
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    @property
+    def spare_blocks(self) -> int:
+        """Blocks in the reserve."""
+        return len(self._blocks)
+
+    @property
+    def spare_ids(self) -> int:
+        """Table ids in the reserve."""
+        return len(self._ids)
+
+    @property
+    def awaits_reserve(self) -> bool:
+        """Whether memd has been asked for more and has not answered."""
+        return bool(self._asked)
+
+    # -- what memd grants
+
+    def created(self, grant: Grant) -> BlockTable:
+        """A table was granted."""
+        cached = grant.cached_tokens
+        table = BlockTable(grant.table_id, list(grant.block_ids), array("I", grant.entries), cached, cached, cached)
+        self._tables[table.table_id] = table
+        self._holders.update(table.block_ids)
+        return table
+
+    def ask(self, ref: int, num_blocks: int, num_tables: int) -> None:
+        """Have memd bring the reserve up to so many blocks and table ids, those counted that were asked for before."""
+        blocks = num_blocks - len(self._blocks) - sum(asked for asked, _ in self._asked.values())
+        ids = num_tables - len(self._ids) - sum(asked for _, asked in self._asked.values())
+        if blocks > 0 or ids > 0:
+            self._asked[ref] = max(blocks, 0), max(ids, 0)
+            self._words[-1].reserves.append(ReserveRequest(ref, *self._asked[ref]))
+
+    def granted(self, grant: Grant) -> None:
+        """More for the reserve."""
+        del self._asked[grant.ref]
+        self._blocks += zip(grant.block_ids, grant.entries, strict=True)
+        self._ids += range(grant.table_id, grant.table_id + grant.num_tables)
+
+    def refused(self, ref: int) -> None:
+        """Nothing for the reserve: it may be asked for again."""
+        del self._asked[ref]
+
+    def give_back(self, num_blocks: int) -> None:
+        """Give up to so many blocks of the reserve back to the pool."""
+        for _ in range(min(num_blocks, len(self._blocks))):
+            self._words[-1].frees.append(self._blocks.pop()[0])
+
+    # -- what the worker does
+
+    def fork(self, table_id: int) -> int:
+        """The id of a new table that shares all blocks of this one. ValueError while tokens of it are being written."""
+        source = self._tables[table_id]
+        if source.num_prepared > source.num_tokens:
+            count = source.num_prepared - source.num_tokens
+            raise ValueError(f"{count} tokens of table {table_id} are being written: commit them before the fork")
+        if not self._ids:
+            raise ReserveShortError("no table id is in reserve")
+        new_id = self._ids.pop(0)
+        self._tables[new_id] = BlockTable(
+            new_id,
+            list(source.block_ids),
+            source.entries,
+            source.num_tokens,
+            source.num_prepared,
+            source.cached_tokens,
+        )
+        self._holders.update(source.block_ids)
+        self._words[-1].operations.append(Fork(table_id, new_id))
+        return new_id
+
+    def prepare(self, table_id: int, num_tokens: int) -> list[BlockCopy]:
+        """Make the table's next so many positions writable; the copies to be made before they are written."""
+        table = self._tables[table_id]
+        end = table.num_prepared + num_tokens
+        first, stop = table.num_prepared // self._size, -(-end // self._size)
+        shared = [index for index in range(first, min(stop, len(table.block_ids))) if self._is_shared(table, index)]
+        missing = max(stop - len(table.block_ids), 0)
+        if not num_tokens:
+            return []
+        self._require(len(shared) + missing)
+        copies = [self._replace(table, index) for index in shared]
+        # Only the first block can have tokens before those to be written.
+        copies = copies[:1] if shared[:1] == [first] and table.num_prepared % self._size else []
+        if missing:
+            self._take(table, missing)
+        table.num_prepared = end
+        return copies
+
+    def retract(self, table_id: int, length: int) -> None:
+        """Positions from `length` on will not be committed, and may be written anew; the table keeps its blocks."""
+        table = self._tables[table_id]
+        if not table.num_tokens <= length <= table.num_prepared:
+            limit = f"{table.num_tokens} to {table.num_prepared}"
+            raise ValueError(f"table {table_id} is retracted to {length}, but its positions being written are {limit}")
+        table.num_prepared = length
+
+    def commit(self, table_id: int, token_ids: Sequence[int]) -> None:
+        """The KV of these tokens has been written, at the first positions that were prepared and not committed yet."""
+        table = self._tables[table_id]
+        if table.num_tokens + len(token_ids) > table.num_prepared:
+            room = table.num_prepared - table.num_tokens
+            raise ValueError(f"{len(token_ids)} tokens are committed to table {table_id}, but {room} were prepared")
+        table.num_tokens += len(token_ids)
+        if self._words[-1].operations or self._words[-1].frees:  # memd applies commits first
+            self._words.append(_Words())
+        self._words[-1].commits.append(Commit(table_id, token_ids))
+
+    def truncate(self, table_id: int, num_tokens: int) -> list[BlockCopy]:
+        """Drop the tokens from a length on, those being written too; the copy to be made before anything is written."""
+        table = self._tables[table_id]
+        if not 0 <= num_tokens <= table.num_tokens:
+            raise ValueError(f"table {table_id} is truncated to {num_tokens} tokens, but has {table.num_tokens}")
+        index, rest = divmod(num_tokens, self._size)
+        sealed = (index + 1) * self._size <= table.num_tokens
+        by_copy = rest > 0 and num_tokens < table.num_tokens and (sealed or self._is_shared(table, index))
+        self._require(by_copy)
+        block_id = self._blocks[0][0] if by_copy else 0
+        copies = [self._replace(table, index, report=False)] if by_copy else []
+        self._words[-1].operations.append(Truncate(table_id, num_tokens, block_id))
+        self._drop(table, index + bool(rest), -(-table.num_tokens // self._size))
+        table.num_tokens = table.num_prepared = num_tokens
+        table.cached_tokens = min(table.cached_tokens, index * self._size)
+        return copies
+
+    def release(self, table_id: int) -> None:
+        """End a table."""
+        table = self._tables.pop(table_id)
+        self._forget(table.block_ids)
+        self._words[-1].operations.append(Release(table_id))
+
+    def take_steps(self) -> list[Step]:
+        """What memd has to be told since the last call: mostly one step, none if there is nothing."""
+        words, self._words = self._words, [_Words()]
+        steps = [
+            Step(commits=each.commits, operations=each.operations, frees=each.frees, reserves=each.reserves)
+            for each in words
+        ]
+        return [step for step in steps if step]
+
+    def _is_shared(self, table: BlockTable, index: int) -> bool:
+        return self._holders[table.block_ids[index]] > 1
+
+    def _require(self, num_blocks: int) -> None:
+        if num_blocks > len(self._blocks):
+            raise ReserveShortError(f"{num_blocks} blocks are needed, but {len(self._blocks)} are in reserve")
+
+    def _replace(self, table: BlockTable, index: int, *, report: bool = True) -> BlockCopy:
+        block_id, entry = self._blocks.pop(0)
+        copy = BlockCopy(table.entries[index], entry)
+        self._forget([table.block_ids[index]])
+        self._holders[block_id] += 1
+        table.block_ids[index] = block_id
+        table.entries = array("I", table.entries)
+        table.entries[index] = entry
+        if report:
+            self._words[-1].operations.append(CopyOnWrite(table.table_id, index, (block_id,)))
+        return copy
+
+    def _take(self, table: BlockTable, count: int) -> None:
+        taken, self._blocks = self._blocks[:count], self._blocks[count:]
+        ids = [block_id for block_id, _ in taken]
+        table.block_ids += ids
+        table.entries = array("I", [*table.entries, *(entry for _, entry in taken)])
+        self._holders.update(ids)
+        self._words[-1].operations.append(Take(table.table_id, ids))
+
+    def _drop(self, table: BlockTable, first: int, stop: int) -> None:
+        """Blocks first to stop - 1 of a table are not its own any more."""
+        if first < stop:
+            self._forget(table.block_ids[first:stop])
+            del table.block_ids[first:stop]
+            table.entries = array("I", [*table.entries[:first], *table.entries[stop:]])
+
+    def _forget(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            self._holders[block_id] -= 1
+            if not self._holders[block_id]:
+                del self._holders[block_id]

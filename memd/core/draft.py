@@ -1,0 +1,213 @@
+"""What a lease's operations on its tables come to, found out before anything is changed.
+
+Operations depend on each other (a fork is written, truncated, forked again), so each is tried on drafts of the tables
+it touches; only if all of them can be, `apply` makes the tables like their drafts. References are added first and
+dropped last: nothing that an operation copies from or shares is gone before it is applied.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from memd.core import errors
+from memd.core.lease import Lease
+from memd.core.state import PoolState
+from memd.core.table import Table
+from memd.core.values import CopyOnWrite, Fork, Release, TableOperation, Take, Truncate
+from pagepool.errors import PagepoolError
+
+
+@dataclass(slots=True)
+class TableDraft:
+    """A table as it will be; `origin` is itself, or for a fork the table whose salt and priority it has."""
+
+    origin: Table
+    frames: list[int]
+    num_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The first tokens of a block become those of another; the rest is dropped if both are one."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+class Draft:
+    """Operations of one lease, tried one by one. `written` has the tables' lengths with the commits that come before.
+
+    Every refusal is a PROTOCOL_VIOLATION and leaves the pool as it is; the draft is to be dropped then.
+    """
+
+    def __init__(self, state: PoolState, lease: Lease, written: Mapping[int, int]) -> None:
+        self._state, self._lease, self._written = state, lease, written
+        self._store = state.cut_store()
+        self._tables: dict[int, TableDraft] = {}
+        self._released: set[int] = set()
+        self._used_ids: set[int] = set()
+        self._used_frames: set[int] = set()
+        self._more_holders: Counter[int] = Counter()
+        self._holds: list[tuple[int, int]] = []
+        self._drops: list[tuple[int, int]] = []
+        self.moves: list[Move] = []
+
+    def do(self, operation: TableOperation) -> None:
+        """Try one operation after those before."""
+        match operation:
+            case Fork():
+                self._fork(operation)
+            case CopyOnWrite():
+                self._copy_on_write(operation)
+            case Take():
+                self._take(operation)
+            case Truncate():
+                self._truncate(operation)
+            case Release():
+                self._release(operation.table_id)
+
+    def free(self, block_id: int) -> None:
+        """Give a block of the reserve back."""
+        frame = self._from_reserve(block_id)
+        self._drop(frame, self._lease.lease_id)
+
+    def table(self, table_id: int) -> TableDraft:
+        """A table that the lease has at this point."""
+        if table_id in self._tables:
+            return self._tables[table_id]
+        table = self._lease.tables.get(table_id)
+        if table is None or table_id in self._released:
+            what = f"table {table_id} is not held by this lease, or released by this step"
+            raise self._violation(what, "name only tables that were granted and not released")
+        length = self._written.get(table_id, table.num_tokens)
+        draft = TableDraft(table, list(table.frames), length, table.cached_tokens)
+        self._tables[table_id] = draft
+        return draft
+
+    def must_copy(self, table_id: int, num_tokens: int) -> bool:
+        """Whether the table's block in which a new end after so many tokens lies is sealed, or another table's too."""
+        draft = self.table(table_id)
+        index, rest = divmod(num_tokens, self._state.block_size)
+        if not rest or num_tokens == draft.num_tokens:
+            return False
+        sealed = (index + 1) * self._state.block_size <= draft.num_tokens
+        return sealed or self._num_holders(draft.frames[index]) > 1
+
+    def apply(self, now: float) -> None:
+        """Make it so. The commits in `written` have been applied by now."""
+        for move in self.moves:
+            self._store.blocks.copy(move.source, move.target, move.num_tokens)
+        for table_id, draft in self._tables.items():
+            self._make(table_id, draft, now)
+        for frame, holder in self._holds:
+            self._store.hold([frame], (holder,), now)
+        for frame, holder in self._drops:
+            self._store.release(frame, holder, now)
+        for frame in self._used_frames:
+            del self._lease.references[frame]
+        self._lease.reserved_ids -= self._used_ids
+        for table_id in self._released:
+            if self._lease.tables.pop(table_id, None) is not None:  # else forked and released in one go
+                del self._state.tables[table_id]
+
+    def _make(self, table_id: int, draft: TableDraft, now: float) -> None:
+        table = self._lease.tables.get(table_id)
+        if table is None:
+            table = Table(table_id, self._lease.lease_id, draft.origin.salt, draft.origin.priority, now)
+            self._state.tables[table_id] = self._lease.tables[table_id] = table
+        table.frames = array("I", draft.frames)
+        table.num_tokens, table.cached_tokens, table.touched = draft.num_tokens, draft.cached_tokens, now
+
+    def _fork(self, fork: Fork) -> None:
+        source = self.table(fork.table_id)
+        if fork.new_table_id not in self._lease.reserved_ids or fork.new_table_id in self._used_ids:
+            what = f"table id {fork.new_table_id} is not in the lease's reserve"
+            raise self._violation(what, "fork only to ids that were granted and not used yet")
+        self._used_ids.add(fork.new_table_id)
+        frames = list(source.frames)
+        for frame in frames:
+            self._hold(frame, fork.new_table_id)
+        self._tables[fork.new_table_id] = TableDraft(source.origin, frames, source.num_tokens, source.cached_tokens)
+
+    def _copy_on_write(self, copy: CopyOnWrite) -> None:
+        draft, first, count = self.table(copy.table_id), copy.first_index, len(copy.block_ids)
+        if not count or first + count > len(draft.frames):
+            what = f"{count} blocks of table {copy.table_id} are copied from index {first} on, of {len(draft.frames)}"
+            raise self._violation(what, "copy blocks that there are, at least one")
+        for index, block_id in enumerate(copy.block_ids, first):
+            tokens = min(max(draft.num_tokens - index * self._state.block_size, 0), self._state.block_size)
+            self._replace(copy.table_id, index, block_id, tokens)
+
+    def _replace(self, table_id: int, index: int, block_id: int, num_tokens: int) -> None:
+        draft, target = self.table(table_id), self._from_reserve(block_id)
+        source = draft.frames[index]
+        self.moves.append(Move(source, target, num_tokens))
+        self._hold(target, table_id)
+        self._drop(target, self._lease.lease_id)
+        self._drop(source, table_id)
+        draft.frames[index] = target
+
+    def _take(self, take: Take) -> None:
+        draft = self.table(take.table_id)
+        if not take.block_ids:
+            raise self._violation(f"no block is taken for table {take.table_id}", "take at least one")
+        for block_id in take.block_ids:
+            frame = self._from_reserve(block_id)
+            self._hold(frame, take.table_id)
+            self._drop(frame, self._lease.lease_id)
+            draft.frames.append(frame)
+
+    def _truncate(self, cut: Truncate) -> None:
+        draft, size = self.table(cut.table_id), self._state.block_size
+        if cut.num_tokens > draft.num_tokens:
+            what = f"table {cut.table_id} is truncated to {cut.num_tokens} tokens, but has {draft.num_tokens}"
+            raise self._violation(what, "drop only what is committed")
+        by_copy = self.must_copy(cut.table_id, cut.num_tokens)
+        if by_copy != bool(cut.block_id):
+            need = "needs a block of the reserve for a copy" if by_copy else "needs no block for a copy"
+            what = f"table {cut.table_id} is truncated to {cut.num_tokens} tokens, which {need}"
+            raise self._violation(what, "give a block_id if the last block that stays is cut and sealed or shared")
+        index, rest = divmod(cut.num_tokens, size)
+        kept, written = index + bool(rest), -(-draft.num_tokens // size)
+        if by_copy:
+            self._replace(cut.table_id, index, cut.block_id, rest)
+        elif rest and cut.num_tokens < draft.num_tokens:
+            self.moves.append(Move(draft.frames[index], draft.frames[index], rest))
+        for frame in reversed(draft.frames[kept:written]):
+            self._drop(frame, cut.table_id)
+        del draft.frames[kept:written]
+        draft.num_tokens = cut.num_tokens
+        draft.cached_tokens = min(draft.cached_tokens, index * size)
+
+    def _release(self, table_id: int) -> None:
+        for frame in reversed(self.table(table_id).frames):
+            self._drop(frame, table_id)
+        del self._tables[table_id]
+        self._released.add(table_id)
+
+    def _from_reserve(self, block_id: int) -> int:
+        frame = self._store.blocks.frame_of.get(block_id)
+        if frame is None or frame not in self._lease.references or frame in self._used_frames:
+            what = f"block {block_id} is not in the lease's reserve"
+            raise self._violation(what, "use only blocks that were granted for it and not used yet")
+        self._used_frames.add(frame)
+        return frame
+
+    def _num_holders(self, frame: int) -> int:
+        return len(self._store.blocks.holders[frame]) + self._more_holders[frame]
+
+    def _hold(self, frame: int, holder: int) -> None:
+        self._holds.append((frame, holder))
+        self._more_holders[frame] += 1
+
+    def _drop(self, frame: int, holder: int) -> None:
+        self._drops.append((frame, holder))
+        self._more_holders[frame] -= 1
+
+    def _violation(self, what: str, remedy: str) -> PagepoolError:
+        return errors.protocol_violation(self._lease.lease_id, what, remedy)
