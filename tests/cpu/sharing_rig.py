@@ -7,6 +7,7 @@ So a block that is shared, copied, matched or evicted wrongly shows as bytes tha
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +89,7 @@ class Player:
         self.known: list[History] = []  # of tables that are gone: prefixes that the pool may still have
         self.pending: dict[int, list[int]] = {}
         self.copied = self.forked = self.cut_by_copy = self.matched = 0
+        self.on_check: Callable[[int, History], None] = lambda table_id, history: None
         self._ref = 0
 
     def send(self) -> None:
@@ -141,6 +143,7 @@ class Player:
             table = self.tables[table_id]
             assert table.num_tokens == len(history.tokens)
             self.kv.check(table.entries, history.chain)
+            self.on_check(table_id, history)
 
     def _next_ref(self) -> int:
         self._ref += 1

@@ -16,7 +16,7 @@ from pagekernels.cpu.ops import CpuOps
 from pagekernels.layout import LAYOUT_VERSION, Format, LayerShape, PagedLayout
 from pagepool.pool_values import CopyOnWrite, Fork, Take, Truncate
 from tests.cpu.memory_pool import MemoryPool
-from tests.cpu.sharing_rig import Kv, Player
+from tests.cpu.sharing_rig import History, Kv, Player
 
 SIZE = 8
 LAYERS = (LayerShape(1, 4, 4), LayerShape(2, 4, 8))
@@ -214,7 +214,12 @@ def test_100_random_interleavings_agree_with_the_pool_after_every_step() -> None
     pool = make_pool(30)
     worker = MemoryPool(pool, threading.Event())
     worker.on_step = lambda step: pool.check()
+
+    def check_tokens(table_id: int, history: History) -> None:
+        assert list(pool.table(table_id, 0.0).token_ids) == history.tokens
+
     player = Player(worker, Kv(CpuOps(np.full(30 * LAYOUT.block_bytes, 0xFF, np.uint8), LAYOUT), LAYOUT), seed=1)
+    player.on_check = check_tokens
     for _ in range(100):
         player.play(20)
         assert (pool.num_tables, pool.usage().held) == (0, player.tables.spare_blocks)
