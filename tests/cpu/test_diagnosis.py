@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,14 +12,10 @@ from hypothesis import strategies as st
 from inferd.config import InferdConfig
 from memd.config import MemdConfig
 from pagekernels.layout import Format, pack_entry
-from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool.memd.v1.types_pb2 import (
     BLOCK_STATE_CACHED,
     BLOCK_STATE_HELD,
     BLOCK_STATE_QUARANTINED,
-    Block,
-    BlockHolder,
-    BlockTable,
     Pool,
 )
 from pagepool_client.diagnosis.diagnose import diagnose
@@ -29,84 +24,7 @@ from pagepool_client.diagnosis.findings import Finding, Severity
 from pagepool_client.diagnosis.observation import Observation, WorkerReport
 from pagepool_client.diagnosis.report import as_json, facts
 from pagepool_client.diagnosis.words import share, size_flag, span
-
-EPOCH, NOW_S = 7, 100_000.0
-KIB = 1 << 10
-
-
-@dataclass
-class Scene:
-    """A pool in the making. Blocks of bf16, 1 KiB a token unless `token_bytes` says otherwise."""
-
-    total: int = 100
-    block_size: int = 16
-    token_bytes: int = KIB
-    slab_blocks: int = 0
-    blocks: list[Block] = field(default_factory=list)
-    tables: list[BlockTable] = field(default_factory=list)
-    workers: list[WorkerReport] = field(default_factory=list)
-    counters: dict[str, int] = field(default_factory=dict)
-    uptime_s: float = 7200.0
-
-    def block(self, state: int, num_tokens: int, holders: Sequence[tuple[int, int]] = (), idle_s: float = 0.0) -> Block:
-        place = len(self.blocks)
-        made = Block(
-            block_id=1000 + place,
-            state=state,  # type: ignore[arg-type]
-            entry=pack_entry(Format.BF16, 0, 2 * place),
-            num_tokens=num_tokens,
-            sealed=num_tokens == self.block_size,
-            holders=[BlockHolder(lease_id=lease, table_id=table, ref_count=1) for lease, table in holders],
-            ref_count=len(holders),
-        )
-        made.idle_time.FromMilliseconds(int(idle_s * 1000))
-        self.blocks.append(made)
-        return made
-
-    def table(self, tokens: int, blocks: int = 0, shared: Sequence[Block] = (), idle_s: float = 0.0) -> BlockTable:
-        """A table of worker "w" with so many tokens, in `shared` full blocks and blocks of its own, `blocks` in all."""
-        table = BlockTable(table_id=len(self.tables) + 1, lease_id=50, holder="w", num_tokens=tokens)
-        table.idle_time.FromMilliseconds(int(idle_s * 1000))
-        for one in shared:
-            one.holders.append(BlockHolder(lease_id=50, table_id=table.table_id, ref_count=1))
-        left = tokens - len(shared) * self.block_size
-        count = max(blocks - len(shared), -(-left // self.block_size))
-        own = []
-        for _ in range(count):
-            stored = min(max(left, 0), self.block_size)
-            own.append(self.block(BLOCK_STATE_HELD, stored, [(50, table.table_id)]))
-            left -= stored
-        table.block_ids.extend(one.block_id for one in (*shared, *own))
-        self.tables.append(table)
-        return table
-
-    def of_lease(self, lease: int, count: int, num_tokens: int = 0, idle_s: float = 0.0) -> None:
-        for _ in range(count):
-            self.block(BLOCK_STATE_HELD, num_tokens, [(lease, 0)], idle_s)
-
-    def cached(self, count: int) -> None:
-        for _ in range(count):
-            self.block(BLOCK_STATE_CACHED, self.block_size)
-
-    def worker(self, waiting: int, running: int, epoch: int = EPOCH) -> None:
-        model = GetModelResponse(pool_epoch=epoch, waiting_requests=waiting, running_requests=running)
-        self.workers.append(WorkerReport("unix:/w.sock", model))
-
-    def seen(self, **changes: Any) -> Observation:
-        states = [block.state for block in self.blocks]
-        pool = Pool(epoch=EPOCH, block_size=self.block_size, device="host")
-        pool.block_bytes = self.token_bytes * self.block_size
-        pool.slab_bytes = (self.slab_blocks or self.total) * pool.block_bytes
-        pool.geometry.format, pool.geometry.model_name = Format.BF16, "tiny"  # type: ignore[assignment]
-        pool.usage.total_blocks, pool.usage.held_blocks = self.total, states.count(BLOCK_STATE_HELD)
-        pool.usage.cached_blocks = states.count(BLOCK_STATE_CACHED)
-        pool.usage.quarantined_blocks = states.count(BLOCK_STATE_QUARANTINED)
-        pool.usage.free_blocks = self.total - len(states)
-        for name, count in self.counters.items():
-            setattr(pool.counters, name, count)
-        pool.start_time.FromMilliseconds(int((NOW_S - self.uptime_s) * 1000))
-        seen = Observation(pool, self.blocks, self.tables, self.workers, NOW_S, target="unix:/memd.sock")
-        return replace(seen, **changes)
+from tests.cpu.pool_scene import EPOCH, KIB, NOW_S, Scene
 
 
 def codes(seen: Observation) -> list[tuple[str, str]]:

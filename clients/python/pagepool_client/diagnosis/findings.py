@@ -74,3 +74,9 @@ class Case:
         """
         nearly_none = 20 * self.figures.least_available < self.total
         return nearly_none or (self.seen.waiting > 0 and self.figures.available < self.figures.mean_table_blocks)
+
+    @property
+    def severity(self) -> Severity:
+        """Of what loses or keeps blocks: a problem while requests wait for some or were refused some."""
+        suffers = self.pressed and (self.seen.counted("refused_requests") > 0 or self.seen.waiting > 0)
+        return Severity.PROBLEM if suffers else Severity.ADVICE

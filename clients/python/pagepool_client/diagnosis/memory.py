@@ -26,8 +26,13 @@ def out_of_blocks(case: Case) -> Finding | None:
     refused, waiting = case.seen.counted("refused_requests"), case.seen.waiting
     if not (case.pressed or refused):
         return None
-    suffers = case.pressed and (refused > 0 or waiting > 0)
-    title = "is out of blocks" if suffers else "is nearly full" if case.pressed else "was out of blocks"
+    title = (
+        "is out of blocks"
+        if case.severity is Severity.PROBLEM
+        else "is nearly full"
+        if case.pressed
+        else "was out of blocks"
+    )
     usage, figures = case.seen.pool.usage, case.figures
     peak = max(pool.usage.held_blocks for pool in (*case.seen.earlier, case.seen.pool))
     demand = peak + usage.quarantined_blocks + waiting * math.ceil(figures.mean_table_blocks)
@@ -51,7 +56,7 @@ def out_of_blocks(case: Case) -> Finding | None:
     }
     return Finding(
         "out_of_blocks",
-        Severity.PROBLEM if suffers else Severity.ADVICE,
+        case.severity,
         f"The pool {title}",
         detail,
         numbers,
@@ -90,9 +95,10 @@ def waste_inside_blocks(case: Case) -> Finding | None:
         "median_tokens": median,
         "empty_slots_then": waste[best],
     }
-    severity = Severity.PROBLEM if case.pressed else Severity.ADVICE
     remedy = Remedy("memd", "--block-size", f"{best}", effect)
-    return Finding("waste_inside_blocks", severity, "Blocks are large for these sequences", detail, numbers, [remedy])
+    return Finding(
+        "waste_inside_blocks", case.severity, "Blocks are large for these sequences", detail, numbers, [remedy]
+    )
 
 
 def reserved_ahead(case: Case) -> Finding | None:
@@ -113,7 +119,7 @@ def reserved_ahead(case: Case) -> Finding | None:
     )
     return Finding(
         "reserved_ahead",
-        Severity.PROBLEM if case.pressed else Severity.ADVICE,
+        case.severity,
         "Blocks are reserved for tokens that may never come",
         detail,
         {"reserved_blocks": reserved, "held_blocks": held, "tables": owners},
@@ -135,7 +141,7 @@ def held_by_leases(case: Case) -> Finding | None:
     effect = f"gives {count(largest.own_blocks, 'block')} back; the client that renews it does that, or ends"
     return Finding(
         "held_by_leases",
-        Severity.PROBLEM if case.pressed else Severity.ADVICE,
+        case.severity,
         "Clients' leases pin a large part of the pool",
         detail,
         {"pinned_blocks": direct, "total_blocks": case.total, "leases": len(leases)},
@@ -160,7 +166,7 @@ def idle_tables(case: Case) -> Finding | None:
     effect = f"gives {count(first.own_blocks, 'block')} back; at a worker, cancelling its request does that"
     return Finding(
         "idle_tables",
-        Severity.PROBLEM if case.pressed else Severity.ADVICE,
+        case.severity,
         "Tables that nobody uses hold blocks",
         detail,
         {"tables": len(idle), "own_blocks": blocks, "longest_idle_seconds": longest},
