@@ -35,8 +35,7 @@ def out_of_blocks(case: Case) -> Finding | None:
     )
     usage, figures = case.seen.pool.usage, case.figures
     peak = max(pool.usage.held_blocks for pool in (*case.seen.earlier, case.seen.pool))
-    demand = peak + usage.quarantined_blocks + waiting * math.ceil(figures.mean_table_blocks)
-    needed = max(math.ceil(GROWTH * case.total), math.ceil(demand / HEADROOM))
+    needed = needed_blocks(case, peak)
     detail = (
         f"{usage.held_blocks:,} of {count(case.total, 'block')} are held and {figures.available:,} can be granted; "
         f"{count(refused, 'request')} for blocks {'was' if refused == 1 else 'were'} refused "
@@ -63,6 +62,13 @@ def out_of_blocks(case: Case) -> Finding | None:
         more_blocks(case.seen.pool, needed),
         [f"held by {_holder(holder)}" for holder in figures.holders[:SHOWN_HOLDERS]],
     )
+
+
+def needed_blocks(case: Case, peak: int) -> int:
+    """Blocks for `peak` held ones, what is out of use, and a table of average length for each request that waits."""
+    waiting = case.seen.waiting * math.ceil(case.figures.mean_table_blocks)
+    demand = peak + case.seen.pool.usage.quarantined_blocks + waiting
+    return max(math.ceil(GROWTH * case.total), math.ceil(demand / HEADROOM))
 
 
 def waste_inside_blocks(case: Case) -> Finding | None:
