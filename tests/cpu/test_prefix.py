@@ -110,8 +110,17 @@ def test_digests_differ_by_model_salt_and_what_came_before() -> None:
     assert {len(digest) for digest in digests} == {32}
 
 
+class Colliding:
+    """SHA-256, if all messages had one digest."""
+
+    def __init__(self, _message: bytes) -> None: ...
+
+    def digest(self) -> bytes:
+        return b"same" * 8
+
+
 def test_a_collision_of_digests_gives_no_wrong_block(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "chained_digest", lambda parent, packed: b"same" * 8)
+    monkeypatch.setattr(prefix, "sha256", Colliding)
     worker.serve(A1, release=True)
     assert worker.create([*A2, 9], 2).cached_tokens == 0, "other tokens"
     assert worker.create([*A1, 9], 2, b"salt").cached_tokens == 0, "another salt"
@@ -119,7 +128,7 @@ def test_a_collision_of_digests_gives_no_wrong_block(worker: Worker, monkeypatch
 
 
 def test_of_two_colliding_blocks_the_newer_can_be_matched(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "chained_digest", lambda parent, packed: b"same" * 8)
+    monkeypatch.setattr(prefix, "sha256", Colliding)
     worker.serve(A1, release=True)
     worker.serve(A2)
     assert worker.create([*A2, 9], 2).cached_tokens == B
