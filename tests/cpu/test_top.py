@@ -150,7 +150,7 @@ def test_a_picture_says_what_the_pool_does() -> None:
     assert set(lines[1][9:]) == set("◆█▒▫░·")
     counts = ["◆ 4 shared 4.0 %", "█ 6 held 6.0 %", "▒ 1 filling 1.0 %", "▫ 10 reserved 10 %", "░ 10 cached 10 %"]
     assert lines[2] == " " * 9 + "  ".join([*counts, "· 69 free 69 %"])
-    assert lines[3] == ("memory   92 % of written slots used, sharing saves 4, leases hold 2, 30 granted")
+    assert lines[3] == ("memory   slots 92 % used, sharing saves 4, leases hold 2, 30 granted")
     assert lines[4] == "prefixes 25 % of 400 prompt tokens found, 0 evicted"
     assert lines[5] == "queue    2 running, 3 waiting, 0 refused; room for 6 more of 11.5 blocks each"
     assert lines[-2].split() == ["2", "w", "0", "96", "0", "16", "12", "0.0", "s", "███", "16", "%"]
@@ -182,7 +182,7 @@ def test_tables_that_do_not_fit_are_counted() -> None:
     for index in range(40):
         scene.table(16 * (1 + index % 2))
     assert drawn(Timeline().frame(scene.seen()), height=24)[-1] == "and 29 more tables with 38 blocks"
-    assert len(drawn(Timeline().frame(scene.seen()))) == 10 + 40, "all of them without a height"
+    assert len(drawn(Timeline().frame(scene.seen()))) == 9 + 40, "all of them without a height"
 
 
 def test_an_empty_pool_and_one_without_geometry_say_so() -> None:
@@ -195,7 +195,7 @@ def test_an_empty_pool_and_one_without_geometry_say_so() -> None:
     lines = drawn(Timeline().frame(uncut))
     assert lines[0].startswith("pagepool top  no model on host, 1 MiB")
     assert lines[1] == "not cut into blocks yet, since no worker has attached"
-    assert lines[-1].startswith("h:1     it loads")
+    assert lines[-1] == "h:1: it loads"
 
 
 def test_a_worker_of_another_pool_is_marked() -> None:

@@ -119,6 +119,9 @@ def expect_full(memd: Memd) -> None:
     assert "▒ 2 filling 2.0 %" in picture.stdout
     assert "▫ 40 reserved 40 %" in picture.stdout
     assert re.search(r"^\d+ +filler +0 +600 +0 +60 +60 ", picture.stdout, re.MULTILINE)
+    assert "no worker to ask" in picture.stdout, "over TCP there is no place beside memd's"
+    beside = run(memd, "top").stdout
+    assert f"inferd: nothing answers at unix:{memd.directory}/inferd.sock" in beside
 
 
 def test_memory_is_watched_over_time_and_pinned_blocks_are_named(

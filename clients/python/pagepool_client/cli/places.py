@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from pagepool_client.channels import default_target
+from pagepool_client.channels import default_target, socket_path
 
 
 def add_flags(parser: argparse.ArgumentParser, daemon: str = "") -> None:
@@ -30,8 +30,11 @@ def inferd_target(args: argparse.Namespace) -> str:
 
 
 def inferd_targets(args: argparse.Namespace) -> list[str]:
-    """The targets of several workers, where --inferd may be repeated; the usual one if none was given."""
-    return [_target(given, args.socket_dir, "inferd") for given in args.inferd or [None]]
+    """The targets of workers, where --inferd may be repeated; the one beside memd's socket if none was given."""
+    if args.inferd:
+        return list(args.inferd)
+    memd = memd_target(args)
+    return [f"unix:{socket_path(memd).with_name('inferd.sock')}"] if memd.startswith("unix:") else []
 
 
 def socket_dir(args: argparse.Namespace) -> Path:

@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool.memd.v1.types_pb2 import BlockTable
 from pagepool_client.cli.block_map import KINDS
-from pagepool_client.diagnosis.observation import WorkerReport
 from pagepool_client.diagnosis.timeline import Frame, kinds_of_blocks
 from pagepool_client.diagnosis.words import count, share, size, span
 
@@ -62,15 +62,15 @@ def sparkline(history: Sequence[float], width: int) -> str:
 
 def _title(frame: Frame, width: int) -> RenderableType:
     pool = frame.seen.pool
-    title = Table.grid(expand=True)
-    title.add_column(no_wrap=True, overflow="ellipsis")
-    title.add_column(justify="right", no_wrap=True)
+    title = Table.grid(expand=True, padding=(0, 1, 0, 0))
+    title.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     name = Path(pool.geometry.model_name).name if pool.geometry.model_name else "no model"
     facts = f"{name} on {pool.device}, {size(pool.slab_bytes)}"
     if pool.usage.total_blocks:
         facts += f": {pool.usage.total_blocks:,} blocks of {pool.block_size} tokens"
     clock = time.strftime("%H:%M:%S", time.localtime(frame.seen.at_s))
     up = f"up {span(frame.seen.uptime_s)}  {clock}" if width >= WIDE else clock
+    title.add_column(justify="right", no_wrap=True, width=min(len(up), width // 2))
     title.add_row(Text.assemble(("pagepool top", "bold"), "  ", facts), Text(up, "dim"))
     return title
 
@@ -108,7 +108,7 @@ def _labelled(word: str, text: str, look: str = "") -> Text:
 def _memory(frame: Frame, kinds: Mapping[str, int]) -> str:
     use, size_now = frame.use, frame.seen.pool.block_size
     written = (use.distinct - use.reserved) * size_now
-    used = f"{share(use.tokens, written)} of written slots used" if written else "nothing written"
+    used = f"slots {share(use.tokens, written)} used" if written else "nothing written"
     parts = [used, f"sharing saves {use.saved:,}"]
     if direct := max(sum(kinds[name] for name in ("shared", "held", "filling", "reserved")) - use.distinct, 0):
         parts.append(f"leases hold {direct:,}")
@@ -128,7 +128,7 @@ def _queue(frame: Frame) -> str:
     seen, tables = frame.seen, frame.seen.tables
     refused = _pace(frame, "refused_requests", "refused")
     if not any(worker.model for worker in seen.workers):
-        return f"no worker answers; {refused}"
+        return f"no worker to ask; {refused}"
     words = f"{seen.running:,} running, {seen.waiting:,} waiting, {refused}"
     if mean := sum(len(table.block_ids) for table in tables) / len(tables) if tables else 0.0:
         available = seen.pool.usage.free_blocks + seen.pool.usage.cached_blocks
@@ -151,19 +151,20 @@ def _columns(names: str, left: int) -> Table:
 
 def _workers(frame: Frame) -> RenderableType:
     table = _columns("worker model dtype running waiting tokens/s prefill/s step", left=3)
+    silent = []
     for worker in frame.seen.workers:
-        table.add_row(*_worker(worker, frame))
-    return table
+        if worker.model is None:
+            words = f"{_short(worker.target)}: {worker.trouble}"
+            silent.append(Text(words, "red" if worker.asked_for else "dim", no_wrap=True, overflow="ellipsis"))
+        else:
+            table.add_row(*_worker(worker.target, worker.model, frame))
+    return Group(*([table] if table.rows else []), *silent)
 
 
-def _worker(worker: WorkerReport, frame: Frame) -> Sequence[str | Text]:
-    name = Path(worker.target).stem if worker.target.startswith("unix:") else worker.target
-    if worker.model is None:
-        return name, Text(worker.trouble, "red")
-    model, rates = worker.model, frame.workers.get(worker.target)
-    attached = model.pool_epoch == frame.seen.pool.epoch
+def _worker(target: str, model: GetModelResponse, frame: Frame) -> Sequence[str | Text]:
+    attached, rates = model.pool_epoch == frame.seen.pool.epoch, frame.workers.get(target)
     facts = (
-        name,
+        _short(target),
         Path(model.model).name if attached else Text("not attached to this pool", "red"),
         model.dtype,
         f"{model.running_requests:,}",
@@ -173,6 +174,10 @@ def _worker(worker: WorkerReport, frame: Frame) -> Sequence[str | Text]:
         return (*facts, "-", "-", "-")
     step = "-" if rates.step_s is None else _amount(1e3 * rates.step_s) + " ms"
     return (*facts, _amount(rates.generated_per_s), _amount(rates.prefill_per_s), step)
+
+
+def _short(target: str) -> str:
+    return Path(target).stem if target.startswith("unix:") else target
 
 
 def _amount(number: float) -> str:
