@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -440,6 +442,14 @@ def test_every_finding_says_which_real_flag_to_set_to_which_legal_value() -> Non
             assert remedy.effect, finding
             if remedy.where in settings:
                 settings[remedy.where][remedy.name](remedy.value)
+
+
+def test_every_finding_stands_in_the_document() -> None:
+    document = (Path(__file__).resolve().parents[2] / "docs" / "pool.md").read_text()
+    assert {finding.code for finding in every_finding()} == set(re.findall(r"`([a-z]+(?:_[a-z]+)+)`", document)) - {
+        "max_tokens",
+        "cache_salt",
+    }
 
 
 @given(
