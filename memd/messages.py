@@ -12,28 +12,23 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from memd.core.geometry import Geometry
+from memd.core.operations import CopyOnWrite, Fork, Release, ReserveRequest, TableOperation, Take, Truncate
 from memd.core.pool import Pool
 from memd.core.values import (
     BlockView,
     Commit,
-    CopyOnWrite,
     ExtendRequest,
-    Fork,
     LeaseView,
-    Release,
-    ReserveRequest,
+    PinRequest,
     Step,
     StepOutcome,
-    TableOperation,
     TableRequest,
     TableView,
-    Take,
-    Truncate,
     Usage,
 )
 from pagekernels.layout import Format, LayerShape
 from pagepool.errors import PagepoolError, Reason, invalid_field
-from pagepool.memd.v1 import types_pb2, worker_service_pb2
+from pagepool.memd.v1 import pool_service_pb2, types_pb2, worker_service_pb2
 
 NANOSECONDS = 1_000_000_000
 
@@ -134,6 +129,7 @@ def usage_message(usage: Usage) -> types_pb2.PoolUsage:
         held_blocks=usage.held,
         cached_blocks=usage.cached,
         quarantined_blocks=usage.quarantined,
+        pinned_blocks=usage.pinned,
     )
 
 
@@ -156,6 +152,9 @@ def block_message(view: BlockView) -> types_pb2.Block:
         digest=view.digest,
         holders=holders,
         idle_time=duration(view.idle_s),
+        priority=view.priority,
+        pinned=view.pinned,
+        kept_for=duration(view.kept_s) if view.kept_s else None,
     )
 
 
@@ -184,6 +183,14 @@ def lease_message(view: LeaseView, now: float) -> types_pb2.Lease:
         expire_time=timestamp(time.time() + view.deadline - now),
         ttl=duration(view.ttl_s),
     )
+
+
+def pin_from(message: pool_service_pb2.PinPrefixRequest) -> PinRequest:
+    """How a prefix is to be kept; INVALID_FIELD if it is not said for how long."""
+    if not message.HasField("ttl"):
+        raise invalid_field("ttl", "not set", "from 1 second to 24 hours", "say for how long the prefix shall be kept")
+    ttl_s = seconds(message.ttl)
+    return PinRequest(message.token_ids, ttl_s, message.salt, message.priority, message.pinned)
 
 
 def step_from(message: worker_service_pb2.Step) -> Step:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from memd import messages, paging
+from memd import limits, messages, paging
 from memd.copying import Copier
 from memd.core.pool import Pool
-from memd.core.values import BlockState, TableRequest
+from memd.core.values import TableRequest
 from memd.requests import RequestMemory
 from memd.sessions import Sessions, draining_error
 from pagepool.errors import PagepoolError, Reason, invalid_field
 from pagepool.memd.v1 import pool_service_pb2 as pb
 from pagepool.memd.v1 import types_pb2
 
-MAX_CALL_BLOCKS = 250_000
-"""Blocks of one call whose answer stays under a client's default limit of 4 MiB."""
-
-_MAX_INTERVAL_S = 3600.0
-_DEFAULT_INTERVAL_S = 0.1
 _POLL_S = (0.01, 0.1)
 _AT_ONCE = 200
 
@@ -59,7 +54,7 @@ class PoolService:
     async def list_blocks(self, request: pb.ListBlocksRequest, _context: Any) -> pb.ListBlocksResponse:
         """A page of blocks by rising id."""
         size = paging.page_size(request.page_size, 1000, 10_000)
-        state = _block_state(request.state)
+        state = limits.block_state(request.state)
         after = paging.decode(request.page_token, b"B", request.state, self._pool.require_epoch)
         views = self._pool.blocks_after(after, size + 1, state, self._life.clock())
         page = paging.Page(b"B", request.state, self._pool.epoch, size)
@@ -94,7 +89,7 @@ class PoolService:
 
     async def watch_pool(self, request: pb.WatchPoolRequest, _context: Any) -> AsyncIterator[pb.WatchPoolResponse]:
         """The pool now, and after each change, at most once an interval."""
-        interval = _interval(request.min_interval)
+        interval = limits.interval(request.min_interval)
         poll = min(max(interval, _POLL_S[0]), _POLL_S[1])
         while True:
             version, sent = self._pool.version, self._life.clock()
@@ -139,7 +134,7 @@ class PoolService:
         """Blocks for a lease."""
 
         def call(now: float) -> pb.AllocateBlocksResponse:
-            _limit_blocks(request.num_blocks)
+            limits.require_answerable(request.num_blocks)
             run = self._pool.allocate_blocks(request.lease_id, request.num_blocks, now)
             return pb.AllocateBlocksResponse(block_ids=run.block_ids, entries=run.entries)
 
@@ -179,7 +174,7 @@ class PoolService:
         """A table, its prefix matched."""
 
         def call(now: float) -> pb.CreateBlockTableResponse:
-            _limit_blocks(request.num_blocks)
+            limits.require_answerable(request.num_blocks)
             asked = TableRequest(list(request.token_ids), request.num_blocks, request.salt, request.priority)
             view = self._pool.create_table(request.lease_id, asked, now)
             return pb.CreateBlockTableResponse(block_table=messages.table_message(view))
@@ -192,7 +187,7 @@ class PoolService:
         """More blocks for a table."""
 
         def call(now: float) -> pb.ExtendBlockTableResponse:
-            _limit_blocks(request.num_blocks)
+            limits.require_answerable(request.num_blocks)
             run = self._pool.extend_table(request.lease_id, request.table_id, request.num_blocks, now)
             return pb.ExtendBlockTableResponse(block_ids=run.block_ids, entries=run.entries)
 
@@ -231,6 +226,25 @@ class PoolService:
 
         return self._changing(request, call)
 
+    async def pin_prefix(self, request: pb.PinPrefixRequest, _context: Any) -> pb.PinPrefixResponse:
+        """A prefix kept."""
+
+        def call(now: float) -> pb.PinPrefixResponse:
+            kept = self._pool.prefixes.pin(messages.pin_from(request), now)
+            until = messages.timestamp(time.time() + kept.until - now)
+            return pb.PinPrefixResponse(num_tokens=kept.num_tokens, num_blocks=kept.num_blocks, expire_time=until)
+
+        return self._changing(request, call)
+
+    async def unpin_prefix(self, request: pb.UnpinPrefixRequest, _context: Any) -> pb.UnpinPrefixResponse:
+        """A prefix not kept any more."""
+
+        def call(now: float) -> pb.UnpinPrefixResponse:
+            found = self._pool.prefixes.unpin(request.token_ids, request.salt, now)
+            return pb.UnpinPrefixResponse(num_tokens=found.num_tokens, num_blocks=found.num_blocks)
+
+        return self._changing(request, call)
+
     def _changing(self, request: Any, call: Callable[[float], Answer]) -> Answer:
         """One command: refused on a read-only listener or of another epoch, remembered by its request id."""
         if self._read_only:
@@ -255,22 +269,3 @@ def read_only_error(method: str) -> PagepoolError:
     """A call that TCP does not offer."""
     message = f"{method} is served on memd's Unix socket only, since there is no access control over TCP yet"
     return PagepoolError(Reason.READ_ONLY_LISTENER, message, method=method)
-
-
-def _interval(message: Duration) -> float:
-    interval = messages.seconds(message)
-    if not 0 <= interval <= _MAX_INTERVAL_S:
-        raise invalid_field("min_interval", f"{interval} s", "from 0 to 1 hour", "leave it out to get 100 ms")
-    return interval or _DEFAULT_INTERVAL_S
-
-
-def _block_state(number: int) -> BlockState | None:
-    if number and number not in set(BlockState):
-        raise invalid_field("state", number, "a BlockState", "leave it out to get all blocks")
-    return BlockState(number) if number else None
-
-
-def _limit_blocks(num_blocks: int) -> None:
-    if num_blocks > MAX_CALL_BLOCKS:
-        limit = f"at most {MAX_CALL_BLOCKS} in one call"
-        raise invalid_field("num_blocks", num_blocks, limit, "ask for the rest in further calls")

@@ -2,8 +2,8 @@
 
 1. Every frame is free, or holds exactly one block; block ids were never used twice.
 2. References: a block's holders are exactly the tables and leases that have it, as often as they have it.
-3. A block without holders is sealed, indexed and cached; the cached queue holds these blocks alone, in the order
-of their release.
+3. A block without holders is sealed, indexed and cached; the cached queues hold these blocks alone, by how they are
+kept, each in the order of their release.
 4. A table's blocks are distinct; they are sealed exactly as far as its tokens fill them, and chained to each other;
 what may still be written belongs to one lease; a worker's reserve is empty blocks that nobody else has.
 5. The index finds every block that it has under that block's digest, and digests are those of the tokens.
@@ -85,8 +85,19 @@ def _check_cached(store: BlockStore) -> None:
     _require(len(cached) == len(store.cached), f"{len(cached)} blocks are cached, counted {len(store.cached)}")
     _require(len(set(cached)) == len(cached), "a frame is cached twice")
     _require(set(cached) == idle, f"frames {sorted(cached)} are cached, but {sorted(idle)} have no holder")
-    times = [blocks.touched[frame] for frame in cached]
-    _require(times == sorted(times), "the cached queue is not in the order of release")
+    for priority, queue in store.cached.queues():
+        times = [blocks.touched[frame] for frame in queue]
+        _require(times == sorted(times), f"cached blocks of priority {priority} are not in the order of release")
+        for frame in queue:
+            kept = store.cached.kept.get(frame)
+            wanted = 0 if kept is None else None if kept.pinned else kept.priority
+            _require(priority == wanted, f"block {blocks.ids[frame]} is cached with {priority}, but kept with {wanted}")
+    pinned = sum(kept.pinned for kept in store.cached.kept.values())
+    _require(
+        pinned == store.cached.num_pinned_kept, f"{pinned} blocks are pinned, counted {store.cached.num_pinned_kept}"
+    )
+    for frame in store.cached.kept:
+        _require(blocks.prefixes[frame] != 0, f"frame {frame} is kept, but has no sealed block")
     for frame in cached:
         _require(blocks.prefixes[frame] != 0, f"block {blocks.ids[frame]} is cached, but not sealed")
         found = store.index.frames.get(blocks.digests[frame])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from collections.abc import Sequence
 
 from memd.core import errors
 from memd.core.lease import MAX_NAME_BYTES, MAX_TTL_S, MIN_TTL_S, Lease
-from memd.core.state import MAX_SALT_BYTES, PoolState, pack_tokens
+from memd.core.state import PoolState, pack_checked
 from memd.core.store import BlockStore
 from memd.core.table import Table
 from memd.core.values import BlockRun, TableRequest
@@ -107,14 +106,7 @@ class ClientLeases:
         """A new table: match, pin and create in one."""
         lease = self.find(lease_id, now)
         store = self._state.cut_store()
-        if len(request.salt) > MAX_SALT_BYTES:
-            size = f"{len(request.salt)} bytes long"
-            raise invalid_field("salt", size, f"up to {MAX_SALT_BYTES} bytes", "hash a longer one")
-        try:
-            packed = pack_tokens(request.token_ids)
-        except struct.error as error:
-            raise invalid_field("token_ids", error, "unsigned 32-bit integers", "give the model's token ids") from error
-        plan = self._state.plan(request, packed)
+        plan = self._state.plan(request, pack_checked(request.token_ids, request.salt))
         self.require(store, request.num_blocks, plan.fresh, plan.spare)
         return self._state.create_table(lease, request, plan, now)
 

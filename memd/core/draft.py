@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from memd.core import errors
 from memd.core.lease import Lease
+from memd.core.operations import CopyOnWrite, Fork, Release, TableOperation, Take, Truncate
 from memd.core.state import PoolState
 from memd.core.table import Table
-from memd.core.values import CopyOnWrite, Fork, Release, TableOperation, Take, Truncate
 from pagepool.errors import PagepoolError
 
 

@@ -88,6 +88,24 @@ def request_too_large(field: str, asked: int, total: int) -> PagepoolError:
     return PagepoolError(Reason.REQUEST_TOO_LARGE, message, field=field, asked=asked, total=total)
 
 
+def prefix_not_found(num_tokens: int, block_size: int) -> PagepoolError:
+    """Nothing of a prefix is in the pool."""
+    message = (
+        f"the pool has no whole block of {block_size} tokens of this prefix of {num_tokens}: it was never computed "
+        "with this salt, or evicted; generate with it once, then say how it shall be kept"
+    )
+    return PagepoolError(Reason.PREFIX_NOT_FOUND, message, num_tokens=num_tokens, block_size=block_size)
+
+
+def pin_limit(pinned: int, most: int, total: int) -> PagepoolError:
+    """Too much of the pool would be pinned."""
+    message = (
+        f"{pinned} blocks would be pinned, but at most {most} of the pool's {total} may be; "
+        "unpin something, pin a shorter prefix, or give a priority instead"
+    )
+    return PagepoolError(Reason.PIN_LIMIT, message, pinned=pinned, limit=most, total=total)
+
+
 def protocol_violation(lease_id: int, what: str, remedy: str) -> PagepoolError:
     """A step that cannot be."""
     message = f"lease {lease_id} is lost: {what}; {remedy}"

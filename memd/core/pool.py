@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from memd.core import check, views
 from memd.core.clients import ClientLeases
-from memd.core.geometry import Geometry, cut, require_device, require_equal
+from memd.core.geometry import Geometry, require_device, require_equal
+from memd.core.pins import PrefixPins
 from memd.core.sharing import Sharing
 from memd.core.state import PoolState
 from memd.core.stepping import Stepper
-from memd.core.store import BlockStore
 from memd.core.values import (
     Attached,
     BlockRun,
@@ -40,8 +40,8 @@ class Pool:
     reason that the protos list for it and changes nothing but counters and what time has ended. `now` is seconds on one
     monotonic clock of the caller. Ids rise and are never used twice; leases and tables share one sequence of ids.
     Allocation takes blocks never used first, then the one freed longest ago, then evicts the cached block released
-    longest ago. `layout_version` is the byte order of the memory that the slab is. InvariantError means a bug here:
-    stop the daemon.
+    longest ago, by priority, and no pinned one. `layout_version` is the byte order of the memory that the slab is.
+    InvariantError means a bug here: stop the daemon.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Pool:
         self._state = PoolState(epoch, block_size)
         self._clients = ClientLeases(self._state)
         self.sharing = Sharing(self._state, self._clients)
+        self.prefixes = PrefixPins(self._state)
         self._workers = WorkerLeases(self._state)
         self._stepper = Stepper(self._state, self._workers)
 
@@ -138,15 +139,10 @@ class Pool:
         DEVICE_MISMATCH if it has the byte order of other memory than the slab is.
         """
         require_device(self.layout_version, geometry)
-        state = self._state
-        if state.geometry is not None:
-            require_equal(state.geometry, geometry)
-            return
-        layout = geometry.layout(self.block_size)
-        num_blocks = cut(layout, self.slab_bytes, self.max_num_blocks)
-        state.store = BlockStore(layout, num_blocks, geometry.model_digest, state.counters)
-        state.layout, state.geometry = layout, geometry
-        state.version += 1
+        if self._state.geometry is not None:
+            require_equal(self._state.geometry, geometry)
+        else:
+            self._state.cut(geometry, self.slab_bytes, self.max_num_blocks)
 
     # -- client leases
 
@@ -250,7 +246,11 @@ class Pool:
     # -- time
 
     def tick(self, now: float) -> list[LeaseView]:
-        """End the leases that are late and return them: workers' are LOST now, clients' have freed what they held."""
+        """End the leases that are late and return them: workers' are LOST now, clients' have freed what they held.
+
+        Also ends the pins whose time is over.
+        """
+        self.prefixes.tick(now)
         late = [lease for lease in self._state.leases.values() if lease.is_late(now)]
         for lease in late:
             if lease.is_worker:

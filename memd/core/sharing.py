@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from memd.core import views
 from memd.core.clients import ClientLeases
 from memd.core.draft import Draft, Move
+from memd.core.operations import Fork, Truncate
 from memd.core.state import PoolState
-from memd.core.values import BlockCopy, BlockRun, Fork, TableView, Truncate
+from memd.core.values import BlockCopy, BlockRun, TableView
 from pagepool.errors import invalid_field
 
 MAX_COPY_BYTES = 32 << 20
@@ -76,7 +77,7 @@ class Sharing:
         for frame in frames:
             self._clients.require_readable(lease, frame)
         sources = dict.fromkeys(frames)
-        spare = store.available - sum(not store.blocks.holders[frame] for frame in sources)
+        spare = store.available - store.num_evictable(sources)
         self._clients.require(store, 0, count, spare)
         for frame in sources:
             store.touch(frame, now)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from memd.core import errors
 from memd.core.block import TOKEN_BYTES
-from memd.core.geometry import Geometry
+from memd.core.geometry import Geometry, cut
 from memd.core.lease import Lease
 from memd.core.store import BlockStore
 from memd.core.table import Table
 from memd.core.values import Counters, LeaseState, TableRequest
 from pagekernels.layout import PagedLayout
+from pagepool.errors import invalid_field
 
 MAX_SALT_BYTES = 64
 ONE_TOKEN = struct.Struct("<I")
@@ -24,6 +25,16 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
     if len(token_ids) == 1:  # what a decode step commits to every table
         return ONE_TOKEN.pack(token_ids[0])
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def pack_checked(token_ids: Sequence[int], salt: bytes) -> bytes:
+    """Token ids of a client as blocks keep them; INVALID_FIELD if they, or the salt beside them, cannot be."""
+    if len(salt) > MAX_SALT_BYTES:
+        raise invalid_field("salt", f"{len(salt)} bytes long", f"up to {MAX_SALT_BYTES} bytes", "hash a longer one")
+    try:
+        return pack_tokens(token_ids)
+    except struct.error as error:
+        raise invalid_field("token_ids", error, "unsigned 32-bit integers", "give the model's token ids") from error
 
 
 @dataclass(slots=True)
@@ -59,6 +70,14 @@ class PoolState:
         """Leases that are not lost."""
         return sum(lease.state is not LeaseState.LOST for lease in self.leases.values())
 
+    def cut(self, geometry: Geometry, slab_bytes: int, max_num_blocks: int | None) -> None:
+        """Cut the pool for a geometry; INVALID_FIELD if it cannot be."""
+        layout = geometry.layout(self.block_size)
+        num_blocks = cut(layout, slab_bytes, max_num_blocks)
+        self.store = BlockStore(layout, num_blocks, geometry.model_digest, self.counters)
+        self.layout, self.geometry = layout, geometry
+        self.version += 1
+
     def new_id(self) -> int:
         """An id for a lease or a table, never used before."""
         self.last_id += 1
@@ -74,8 +93,8 @@ class PoolState:
         """What a table request needs now. Changes nothing."""
         store = self.cut_store()
         matched = [] if request.no_match else store.index.match(packed, request.salt)
-        revived = sum(not store.blocks.holders[frame] for frame in matched)
-        return Plan(packed, matched, max(request.num_blocks - len(matched), 0), store.available - revived)
+        spare = store.available - store.num_evictable(matched)
+        return Plan(packed, matched, max(request.num_blocks - len(matched), 0), spare)
 
     def create_table(self, lease: Lease, request: TableRequest, plan: Plan, now: float) -> Table:
         """Carry out a plan that was made in this command and has spare >= fresh."""

@@ -10,6 +10,7 @@ from memd.core import errors
 from memd.core.block import TOKEN_BYTES
 from memd.core.draft import Draft
 from memd.core.lease import Lease
+from memd.core.operations import Release, ReserveRequest
 from memd.core.state import MAX_SALT_BYTES, PoolState, pack_tokens
 from memd.core.table import Table
 from memd.core.values import (
@@ -18,8 +19,6 @@ from memd.core.values import (
     Grant,
     Refusal,
     RefusalReason,
-    Release,
-    ReserveRequest,
     Step,
     StepOutcome,
     TableRequest,

@@ -9,10 +9,11 @@ The life of a block:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from memd.core.allocator import Allocator, FrameQueue, Links
+from memd.core.allocator import Allocator, Links
 from memd.core.block import Blocks, Holders
+from memd.core.cached import CachedFrames, Retention
 from memd.core.errors import InvariantError
 from memd.core.prefix import PrefixIndex
 from memd.core.values import BlockRun, Counters
@@ -22,8 +23,8 @@ from pagekernels.layout import PagedLayout, pack_entry
 class BlockStore:
     """Every frame of the pool and the block in it. The caller has checked that what it asks for is possible.
 
-    Eviction policy: sealed blocks that nobody refers to, the one released longest ago first. Blocks of a table are
-    released from its end, so a prefix is eaten from its end too.
+    Eviction policy: sealed blocks that nobody refers to, the one released longest ago first, but by priority if they
+    have one, and no pinned ones. Blocks of a table are released from its end, so a prefix is eaten from its end too.
     """
 
     __slots__ = (
@@ -41,7 +42,7 @@ class BlockStore:
     def __init__(self, layout: PagedLayout, num_blocks: int, model_digest: bytes, counters: Counters) -> None:
         links = Links(num_blocks)
         self.allocator = Allocator(num_blocks, links)
-        self.cached = FrameQueue(links)
+        self.cached = CachedFrames(links)
         self.blocks = Blocks(num_blocks, layout.block_size)
         self.index = PrefixIndex(self.blocks, model_digest)
         self.counters = counters
@@ -57,8 +58,17 @@ class BlockStore:
 
     @property
     def available(self) -> int:
-        """Blocks that can be granted: free and cached ones."""
-        return self.allocator.num_free + len(self.cached)
+        """Blocks that can be granted: free and cached ones, but for those that are pinned."""
+        return self.allocator.num_free + self.cached.num_evictable
+
+    def num_evictable(self, frames: Collection[int]) -> int:
+        """How many of these blocks are counted as available: those that are cached and not pinned."""
+        held, count = self.blocks.holders, 0
+        for frame in frames:
+            count += not held[frame]
+        if self.cached.num_pinned:
+            count -= sum(not held[frame] and self.cached.is_pinned(frame) for frame in frames)
+        return count
 
     def entry(self, frame: int) -> int:
         """The packed entry of the block in a frame."""
@@ -93,6 +103,17 @@ class BlockStore:
         if not self.blocks.holders[frame]:
             self.cached.remove(frame)
             self.cached.append(frame)
+
+    def keep(self, frame: int, retention: Retention | None, now: float) -> None:
+        """Give a sealed block this retention, or none; if it is cached, that is a use of it."""
+        if self.blocks.holders[frame]:
+            self.cached.keep(frame, retention)
+            return
+        self.num_returned += self.cached.is_pinned(frame)
+        self.cached.remove(frame)
+        self.cached.keep(frame, retention)
+        self.blocks.touched[frame] = now
+        self.cached.append(frame)
 
     def release(self, frame: int, holder: int, now: float) -> None:
         """Drop one reference; after the last one a sealed block is cached and any other free.
@@ -143,5 +164,7 @@ class BlockStore:
         self.counters.evicted_blocks += 1
 
     def _vacate(self, frame: int) -> None:
+        if frame in self.cached.kept:
+            self.cached.keep(frame, None)
         self.blocks.vacate(frame)
         self.allocator.give_back(frame)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from memd.core.operations import ReserveRequest, TableOperation
 from pagekernels.layout import Format
 
 
@@ -61,62 +62,6 @@ class ExtendRequest:
 
     table_id: int
     num_blocks: int
-    ref: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """A new table that shares all blocks of another one; its id is one of the lease's reserve."""
-
-    table_id: int
-    new_table_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class CopyOnWrite:
-    """A table's blocks from `first_index` on are replaced by copies in these blocks of the reserve."""
-
-    table_id: int
-    first_index: int
-    block_ids: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """Blocks of the reserve are added to the end of a table."""
-
-    table_id: int
-    block_ids: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Truncate:
-    """A table's committed tokens are dropped from a length on.
-
-    `block_id` is a block of the reserve with a copy of the one that the new end lies in, or 0 where none is needed.
-    """
-
-    table_id: int
-    num_tokens: int
-    block_id: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """A table is released among the operations, not after them."""
-
-    table_id: int
-
-
-TableOperation = Fork | CopyOnWrite | Take | Truncate | Release
-
-
-@dataclass(frozen=True, slots=True)
-class ReserveRequest:
-    """Blocks and table ids to have ahead, for operations to come."""
-
-    num_blocks: int
-    num_tables: int
     ref: int = 0
 
 
@@ -180,6 +125,26 @@ class StepOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class PinRequest:
+    """A prefix to keep cached for `ttl_s`: with a priority (0 is everybody's, higher goes later), or pinned."""
+
+    token_ids: Sequence[int]
+    ttl_s: float
+    salt: bytes = b""
+    priority: int = 0
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPrefix:
+    """What was found of a prefix: whole blocks, and until when they are kept."""
+
+    num_tokens: int
+    num_blocks: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCopy:
     """Bytes that the caller has to copy before it does anything else: packed entries of two blocks of one format."""
 
@@ -200,7 +165,8 @@ class Holder:
 class BlockView:
     """A block as it was when it was asked for.
 
-    `digest` is empty unless it is sealed; `idle_s` counts from the last grant, match, commit or release.
+    `digest` is empty unless it is sealed; `idle_s` counts from the last grant, match, commit or release. `priority` and
+    `pinned` say how it is kept when it is cached, for `kept_s` more.
     """
 
     block_id: int
@@ -214,6 +180,9 @@ class BlockView:
     holders: Sequence[Holder]
     ref_count: int
     idle_s: float
+    priority: int = 0
+    pinned: bool = False
+    kept_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,13 +230,17 @@ class Attached:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Blocks by what they are doing; the classes add up to `total`, all 0 before the pool is cut."""
+    """Blocks by what they are doing; the classes add up to `total`, all 0 before the pool is cut.
+
+    `pinned` counts those of the cached ones that cannot be evicted now.
+    """
 
     total: int
     free: int
     held: int
     cached: int
     quarantined: int
+    pinned: int = 0
 
 
 @dataclass(slots=True)

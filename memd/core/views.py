@@ -26,7 +26,8 @@ def usage(state: PoolState) -> Usage:
     for table in (table for lease in lost for table in lease.tables.values()):
         writable.update(table.frames[table.num_tokens // state.block_size :])
     quarantined = len(writable)
-    return Usage(total, free, total - free - cached - quarantined, cached, quarantined)
+    held, pinned = total - free - cached - quarantined, state.store.cached.num_pinned
+    return Usage(total, free, held, cached, quarantined, pinned)
 
 
 def lease(state: PoolState, lease_id: int) -> LeaseView:
@@ -98,7 +99,7 @@ def table_view(state: PoolState, one: Table, now: float, *, with_tokens: bool = 
 
 def _block_view(state: PoolState, store: BlockStore, frame: int, now: float) -> BlockView:
     blocks = store.blocks
-    references = Counter(blocks.holders[frame])
+    references, kept = Counter(blocks.holders[frame]), store.cached.kept.get(frame)
     return BlockView(
         block_id=blocks.ids[frame],
         state=block_state(state, store, frame),
@@ -111,6 +112,9 @@ def _block_view(state: PoolState, store: BlockStore, frame: int, now: float) -> 
         holders=[Holder(*lease_and_table(state, holder), count) for holder, count in references.items()],
         ref_count=len(blocks.holders[frame]),
         idle_s=now - blocks.touched[frame],
+        priority=kept.priority if kept else 0,
+        pinned=kept is not None and kept.pinned,
+        kept_s=max(kept.until - now, 0.0) if kept else 0.0,
     )
 
 

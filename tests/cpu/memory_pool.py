@@ -15,7 +15,7 @@ from inferd.core.messages import Adjustments, Sampling, Submit
 from inferd.core.ports import Capacity, Grant, Lost, PoolEvent, PoolInfo, Refusal, Step, StepInput
 from inferd.logprobs import Scores, score
 from inferd.sampler import Row, sample
-from memd.core import values
+from memd.core import operations, values
 from memd.core.geometry import Geometry
 from memd.core.pool import Pool
 from pagekernels.layout import LAYOUT_VERSION, Format, LayerShape, unpack_entry
@@ -98,13 +98,13 @@ def _core_step(step_id: int, step: Step) -> values.Step:
         [values.ExtendRequest(each.table_id, each.num_blocks, each.ref) for each in step.extends],
         [_core_operation(each) for each in step.operations],
         step.frees,
-        [values.ReserveRequest(each.num_blocks, each.num_tables, each.ref) for each in step.reserves],
+        [operations.ReserveRequest(each.num_blocks, each.num_tables, each.ref) for each in step.reserves],
     )
 
 
-def _core_operation(operation: TableOperation) -> values.TableOperation:
+def _core_operation(operation: TableOperation) -> operations.TableOperation:
     """The same by the core's own name for it."""
-    made: values.TableOperation = getattr(values, type(operation).__name__)(*astuple(operation))
+    made: operations.TableOperation = getattr(operations, type(operation).__name__)(*astuple(operation))
     return made
 
 

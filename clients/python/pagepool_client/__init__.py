@@ -16,6 +16,7 @@ from pagepool_client.async_lease import AsyncPoolLease
 from pagepool_client.async_pool import AsyncPoolClient
 from pagepool_client.inference import Generation, InferenceClient
 from pagepool_client.lease import PoolLease
+from pagepool_client.lease_words import Retention
 from pagepool_client.pool import PoolClient
 from pagepool_client.prompts import Message, Options
 from pagepool_client.session import Attachment, PoolSession
@@ -37,5 +38,6 @@ __all__ = [
     "PoolLease",
     "PoolSession",
     "Reason",
+    "Retention",
     "ServerStream",
 ]

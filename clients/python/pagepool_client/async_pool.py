@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ from pagepool.memd.v1.pool_service_pb2_grpc import PoolServiceStub
 from pagepool.memd.v1.types_pb2 import Block, BlockState, BlockTable, Pool
 from pagepool_client.async_lease import AsyncPoolLease
 from pagepool_client.channels import answered, channel_options, default_target, dialled
-from pagepool_client.lease_words import seconds
+from pagepool_client.lease_words import Retention, pin_prefix, seconds, unpin_prefix
 from pagepool_client.pool import DEFAULT_TIMEOUT_S
 from pagepool_client.streams import AsyncServerStream
 
@@ -77,6 +77,21 @@ class AsyncPoolClient:
         """The pool now, and after each change. Cancelled when it is closed or dropped."""
         call = self._stub.WatchPool(pb.WatchPoolRequest(min_interval=seconds(min_interval_s)))
         return AsyncServerStream(call, lambda answer: answer.pool, self.target)
+
+    async def pin_prefix(
+        self, token_ids: Sequence[int], retention: Retention, *, salt: bytes = b""
+    ) -> pb.PinPrefixResponse:
+        """Keep the blocks of a prefix that the pool has, whoever computed it; NOT_FOUND if it has none.
+
+        It belongs to no lease: it ends with its time, or by `unpin_prefix`.
+        """
+        answer: pb.PinPrefixResponse = await self.call("PinPrefix", pin_prefix(token_ids, salt, retention))
+        return answer
+
+    async def unpin_prefix(self, token_ids: Sequence[int], *, salt: bytes = b"") -> pb.UnpinPrefixResponse:
+        """Let the blocks of a prefix be evicted like all others."""
+        answer: pb.UnpinPrefixResponse = await self.call("UnpinPrefix", unpin_prefix(token_ids, salt))
+        return answer
 
     async def lease(self, *, ttl_s: float = 30.0, holder: str = "") -> AsyncPoolLease:
         """A lease, which renews itself until it is released: `async with await client.lease() as lease`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -21,6 +22,15 @@ def seconds(value_s: float) -> Duration:
 def request_id() -> str:
     """A name for one change, so that a repeated call changes nothing twice."""
     return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How a prefix is kept, for `ttl_s` (1 second to 24 hours): not evicted, or by a priority from -100 to 100."""
+
+    ttl_s: float
+    pinned: bool = True
+    priority: int = 0
 
 
 class LeaseWords:
@@ -106,6 +116,23 @@ class LeaseWords:
         return pool.ReleaseBlockTableRequest(
             request_id=request_id(), epoch=self.epoch, lease_id=self.lease_id, table_id=table_id
         )
+
+
+def pin_prefix(token_ids: Sequence[int], salt: bytes, retention: Retention) -> pool.PinPrefixRequest:
+    """A prefix to be kept."""
+    return pool.PinPrefixRequest(
+        request_id=request_id(),
+        token_ids=token_ids,
+        salt=salt,
+        priority=retention.priority,
+        pinned=retention.pinned,
+        ttl=seconds(retention.ttl_s),
+    )
+
+
+def unpin_prefix(token_ids: Sequence[int], salt: bytes) -> pool.UnpinPrefixRequest:
+    """A prefix not to be kept any more."""
+    return pool.UnpinPrefixRequest(request_id=request_id(), token_ids=token_ids, salt=salt)
 
 
 def create_lease(ttl_s: float, holder: str) -> pool.CreateLeaseRequest:

@@ -6,7 +6,7 @@ field, and there is no second set of classes to keep in step with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from pagepool.memd.v1.pool_service_pb2_grpc import PoolServiceStub
 from pagepool.memd.v1.types_pb2 import Block, BlockState, BlockTable, Pool
 from pagepool_client.channels import channel_options, default_target, dialled, failures
 from pagepool_client.lease import PoolLease
-from pagepool_client.lease_words import seconds
+from pagepool_client.lease_words import Retention, pin_prefix, seconds, unpin_prefix
 from pagepool_client.streams import ServerStream
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -81,6 +81,19 @@ class PoolClient:
         """The pool now, and after each change. Cancelled when it is closed or dropped."""
         call = self._stub.WatchPool(pb.WatchPoolRequest(min_interval=seconds(min_interval_s)))
         return ServerStream(call, lambda answer: answer.pool, self.target)
+
+    def pin_prefix(self, token_ids: Sequence[int], retention: Retention, *, salt: bytes = b"") -> pb.PinPrefixResponse:
+        """Keep the blocks of a prefix that the pool has, whoever computed it; NOT_FOUND if it has none.
+
+        It belongs to no lease: it ends with its time, or by `unpin_prefix`.
+        """
+        answer: pb.PinPrefixResponse = self.call("PinPrefix", pin_prefix(token_ids, salt, retention))
+        return answer
+
+    def unpin_prefix(self, token_ids: Sequence[int], *, salt: bytes = b"") -> pb.UnpinPrefixResponse:
+        """Let the blocks of a prefix be evicted like all others."""
+        answer: pb.UnpinPrefixResponse = self.call("UnpinPrefix", unpin_prefix(token_ids, salt))
+        return answer
 
     def lease(self, *, ttl_s: float = 30.0, holder: str = "") -> PoolLease:
         """A lease, which renews itself until it is released: use it in a `with` block.

@@ -137,6 +137,16 @@ class PoolServiceStub:
                 request_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ReleaseBlockTableRequest.SerializeToString,
                 response_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ReleaseBlockTableResponse.FromString,
                 _registered_method=True)
+        self.PinPrefix = channel.unary_unary(
+                '/pagepool.memd.v1.PoolService/PinPrefix',
+                request_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.PinPrefixResponse.FromString,
+                _registered_method=True)
+        self.UnpinPrefix = channel.unary_unary(
+                '/pagepool.memd.v1.PoolService/UnpinPrefix',
+                request_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.UnpinPrefixResponse.FromString,
+                _registered_method=True)
 
 
 class PoolServiceServicer:
@@ -344,6 +354,33 @@ class PoolServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PinPrefix(self, request, context):
+        """Says how the blocks of a prefix are kept while nobody holds them: evicted by priority, or, pinned, not at all, until a
+        time-to-live ends. Finds the longest sealed prefix of the token ids, its last whole block included, whoever computed
+        it, and replaces what was said of these blocks before. No lease, and no reference: it ends by its time, by
+        UnpinPrefix, or, unless pinned, when a block is evicted all the same. Counts as a use. Idempotent.
+        FAILED_PRECONDITION / POOL_WITHOUT_GEOMETRY: no worker has attached yet; retry later.
+        NOT_FOUND / PREFIX_NOT_FOUND: no whole block of it is in the pool; generate with it once, then pin it.
+        RESOURCE_EXHAUSTED / PIN_LIMIT: more than half of the pool's blocks would be pinned; nothing was changed; unpin
+        something, pin a shorter prefix, or give a priority.
+        INVALID_ARGUMENT / INVALID_FIELD: priority not from -100 to 100; ttl missing, or not from 1 second to 24 hours; salt
+        over 64 bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnpinPrefix(self, request, context):
+        """Ends what PinPrefix said of the longest sealed prefix of the token ids: its blocks are like all others again. Counts
+        as a use. Idempotent: what is not kept is no error.
+        FAILED_PRECONDITION / POOL_WITHOUT_GEOMETRY: no worker has attached yet.
+        NOT_FOUND / PREFIX_NOT_FOUND: no whole block of it is in the pool.
+        INVALID_ARGUMENT / INVALID_FIELD: salt over 64 bytes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PoolServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -436,6 +473,16 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     servicer.ReleaseBlockTable,
                     request_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ReleaseBlockTableRequest.FromString,
                     response_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ReleaseBlockTableResponse.SerializeToString,
+            ),
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.PinPrefixRequest.FromString,
+                    response_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.PinPrefixResponse.SerializeToString,
+            ),
+            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrefix,
+                    request_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.UnpinPrefixResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -937,6 +984,60 @@ class PoolService:
             '/pagepool.memd.v1.PoolService/ReleaseBlockTable',
             pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ReleaseBlockTableRequest.SerializeToString,
             pagepool_dot_memd_dot_v1_dot_pool__service__pb2.ReleaseBlockTableResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagepool.memd.v1.PoolService/PinPrefix',
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.PinPrefixRequest.SerializeToString,
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.PinPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnpinPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagepool.memd.v1.PoolService/UnpinPrefix',
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.UnpinPrefixRequest.SerializeToString,
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.UnpinPrefixResponse.FromString,
             options,
             channel_credentials,
             insecure,

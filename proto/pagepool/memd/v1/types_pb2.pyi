@@ -90,18 +90,20 @@ class Geometry(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[_Union[LayerGeometry, _Mapping]]] = ..., format: _Optional[_Union[Format, str]] = ..., key_means: _Optional[bool] = ..., layout_version: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., model_name: _Optional[str] = ...) -> None: ...
 
 class PoolUsage(_message.Message):
-    __slots__ = ("total_blocks", "free_blocks", "held_blocks", "cached_blocks", "quarantined_blocks")
+    __slots__ = ("total_blocks", "free_blocks", "held_blocks", "cached_blocks", "quarantined_blocks", "pinned_blocks")
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     total_blocks: int
     free_blocks: int
     held_blocks: int
     cached_blocks: int
     quarantined_blocks: int
-    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ...) -> None: ...
+    pinned_blocks: int
+    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ...) -> None: ...
 
 class PoolCounters(_message.Message):
     __slots__ = ("allocated_blocks", "freed_blocks", "evicted_blocks", "prefix_query_tokens", "prefix_hit_tokens", "refused_requests", "attach_steps", "lost_leases")
@@ -174,7 +176,7 @@ class BlockHolder(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., table_id: _Optional[int] = ..., ref_count: _Optional[int] = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("block_id", "state", "ref_count", "format", "tier", "entry", "sealed", "exact", "num_tokens", "digest", "holders", "idle_time")
+    __slots__ = ("block_id", "state", "ref_count", "format", "tier", "entry", "sealed", "exact", "num_tokens", "digest", "holders", "idle_time", "priority", "pinned", "kept_for")
     BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REF_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -187,6 +189,9 @@ class Block(_message.Message):
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     HOLDERS_FIELD_NUMBER: _ClassVar[int]
     IDLE_TIME_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FOR_FIELD_NUMBER: _ClassVar[int]
     block_id: int
     state: BlockState
     ref_count: int
@@ -199,7 +204,10 @@ class Block(_message.Message):
     digest: bytes
     holders: _containers.RepeatedCompositeFieldContainer[BlockHolder]
     idle_time: _duration_pb2.Duration
-    def __init__(self, block_id: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., ref_count: _Optional[int] = ..., format: _Optional[_Union[Format, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., entry: _Optional[int] = ..., sealed: _Optional[bool] = ..., exact: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    priority: int
+    pinned: bool
+    kept_for: _duration_pb2.Duration
+    def __init__(self, block_id: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., ref_count: _Optional[int] = ..., format: _Optional[_Union[Format, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., entry: _Optional[int] = ..., sealed: _Optional[bool] = ..., exact: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., pinned: _Optional[bool] = ..., kept_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class BlockTable(_message.Message):
     __slots__ = ("table_id", "lease_id", "holder", "block_ids", "entries", "num_tokens", "cached_tokens", "token_ids", "priority", "idle_time")

@@ -1,0 +1,37 @@
+"""What a call of PoolService may ask for, where that is no matter of the pool."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+
+from memd import messages
+from memd.core.values import BlockState
+from pagepool.errors import invalid_field
+
+MAX_CALL_BLOCKS = 250_000
+"""Blocks of one call whose answer stays under a client's default limit of 4 MiB."""
+
+_MAX_INTERVAL_S = 3600.0
+_DEFAULT_INTERVAL_S = 0.1
+
+
+def interval(message: Duration) -> float:
+    """Seconds between two messages of a stream; INVALID_FIELD if that is no time to wait."""
+    wanted = messages.seconds(message)
+    if not 0 <= wanted <= _MAX_INTERVAL_S:
+        raise invalid_field("min_interval", f"{wanted} s", "from 0 to 1 hour", "leave it out to get 100 ms")
+    return wanted or _DEFAULT_INTERVAL_S
+
+
+def block_state(number: int) -> BlockState | None:
+    """The state that blocks are asked for by, None for all; INVALID_FIELD if there is no such state."""
+    if number and number not in set(BlockState):
+        raise invalid_field("state", number, "a BlockState", "leave it out to get all blocks")
+    return BlockState(number) if number else None
+
+
+def require_answerable(num_blocks: int) -> None:
+    """INVALID_FIELD if the answer would be larger than clients take."""
+    if num_blocks > MAX_CALL_BLOCKS:
+        limit = f"at most {MAX_CALL_BLOCKS} in one call"
+        raise invalid_field("num_blocks", num_blocks, limit, "ask for the rest in further calls")
