@@ -139,6 +139,26 @@ def test_waste_is_a_problem_only_when_blocks_are_short() -> None:
     assert diagnose(short_scene(20, count=5).seen()) == [], "540 of 12,800 slots"
 
 
+def test_less_waste_matters_when_blocks_are_short() -> None:
+    def codes_of(tokens: int, count: int) -> list[str]:
+        scene = Scene(block_size=128, total=30)
+        for _ in range(count):
+            scene.table(tokens)
+        return [code for code, _ in codes(scene.seen())]
+
+    assert codes_of(120, 29) == ["out_of_blocks", "waste_inside_blocks"], "8 of 128 slots, 6.25 %"
+    assert codes_of(123, 29) == ["out_of_blocks"], "5 of 128 slots, 3.9 %"
+    assert codes_of(120, 20) == [], "160 of the pool's 3,840 slots, 4.2 %"
+    assert codes_of(120, 25) == ["waste_inside_blocks"], "200 of 3,840, 5.2 %"
+
+
+def test_pinned_blocks_matter_from_half_of_a_pool_with_room() -> None:
+    for count, expected in ((49, []), (50, [("held_by_leases", "advice")])):
+        scene = Scene()
+        scene.of_lease(7, count)
+        assert codes(scene.seen()) == expected
+
+
 def test_large_models_are_advised_blocks_of_8() -> None:
     seen = short_scene(20, token_bytes=256 * KIB).seen()
     assert found(seen, "waste_inside_blocks").remedies[0].effect.endswith("practice is 8 for a model of this size")
@@ -252,6 +272,11 @@ def test_a_queue_before_a_pool_with_room_is_the_workers_limit() -> None:
     assert tried(diagnose(queue_scene(10, waiting=500).seen())[0])[0] == "inferd --max-num-seqs 16", "only 6 more fit"
 
 
+def test_a_queue_for_as_many_blocks_as_are_left_is_the_workers_limit() -> None:
+    seen = queue_scene(blocks_each=20).seen()  # 20 are left, and that is what a table has
+    assert [finding.figures["fitting_requests"] for finding in diagnose(seen)] == [1]
+
+
 def reuse_scene(found_tokens: int = 100, evicted: int = 0, **changes: Any) -> Scene:
     counters = {"prefix_query_tokens": 4000, "prefix_hit_tokens": found_tokens, "allocated_blocks": 250}
     scene = Scene(counters={**counters, "evicted_blocks": evicted}, **changes)
@@ -275,6 +300,7 @@ def test_prefixes_that_were_evicted_ask_for_more_blocks() -> None:
     assert finding.detail.startswith(
         "100 of 4,000 prompt tokens (2.5 %) were found since memd's start 2 h ago; 60 of 250"
     )
+    assert codes(reuse_scene(evicted=25).seen()) == [("prefixes_evicted", "problem")], "a tenth of what was granted"
     assert found(reuse_scene(evicted=240).seen(), "prefixes_evicted").figures["needed_blocks"] == 200, "at most twice"
 
 

@@ -75,7 +75,7 @@ def waste_inside_blocks(case: Case) -> Finding | None:
     """Last blocks that are written to in part: sequences are short for blocks of this size."""
     size_now, figures, tables = case.seen.pool.block_size, case.figures, case.seen.tables
     written = figures.tokens + figures.tail_slots
-    matters = 10 * figures.tail_slots >= written if case.pressed else 20 * figures.tail_slots >= case.total * size_now
+    matters = 20 * figures.tail_slots >= (written if case.pressed else case.total * size_now)
     if not (figures.tail_slots and matters):
         return None
     waste = {smaller: tail_slots_at(smaller, tables) for smaller in SMALLER_SIZES if smaller < size_now}
