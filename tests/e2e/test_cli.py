@@ -157,6 +157,26 @@ def test_blocks_shows_what_the_answers_left_in_the_pool(up: Up) -> None:
     assert "cached" in done.stdout
 
 
+def test_pin_keeps_what_prompts_begin_with_and_lets_it_go(up: Up) -> None:
+    text = "You are a careful assistant who answers in one short sentence, and never guesses. " * 3
+    words = ["generate", f"{text}Hello!", "--max-tokens", "1"]
+    missing = up.run("pin", text)
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert "generate with it once" in missing.stderr
+    assert up.run(*words).returncode == 0
+    pinned = up.run("pin", "-", "--ttl", "60", text=text)
+    assert pinned.returncode == 0, pinned.stderr
+    size = re.match(r"(\d+) of (\d+) tokens, in (\d+) blocks, pinned until 20", pinned.stdout)
+    assert size, pinned.stdout
+    with PoolClient(f"unix:{up.folder}/memd.sock") as memd:
+        assert memd.pool().usage.pinned_blocks == int(size[3]) == int(size[2]) // 16 > 2
+        kept = up.run("pin", text, "--priority", "7")
+        assert "kept with priority 7 until" in kept.stdout
+        assert {block.priority for block in memd.blocks()} == {0, 7}
+        assert "may be evicted like all others" in up.run("pin", text, "--off").stdout
+        assert {block.priority for block in memd.blocks()} == {0}
+
+
 def test_a_second_up_in_the_same_place_is_refused(up: Up) -> None:
     process = start_up(up.folder)
     _, err = process.communicate(timeout=60)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -166,3 +168,33 @@ async def test_the_async_client_pins_too(memd: Any, session: PoolSession) -> Non
     async with AsyncPoolClient(memd.target) as client:
         assert (await client.pin_prefix(SYSTEM, Retention(60))).num_blocks == 2
         assert (await client.unpin_prefix(SYSTEM)).num_blocks == 2
+
+
+def pin(memd: Any, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pagepool_client.cli.main", "pin", "--memd", memd.target, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_the_command_pins_what_a_table_holds(memd: Any, client: PoolClient, session: PoolSession) -> None:
+    compute(session, SYSTEM)
+    with client.lease() as lease:
+        table = lease.create_table([*SYSTEM, 0], 3)
+        done = pin(memd, "--table", str(table.table_id))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("32 of 32 tokens, in 2 blocks, pinned until ")
+    assert client.pool().usage.pinned_blocks == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        ((), 2, "the prefix is given with no TEXT and no --table, but must be given by exactly one"),
+        (("text", "--table", "1"), 2, "given with a TEXT and with --table"),
+        (("--table", "77"), 1, "block table 77 does not exist"),
+        (("--table", "1", "--off", "--priority", "1"), 2, "not allowed with argument"),
+    ],
+)
+def test_the_command_says_what_is_wrong(memd: Any, words: tuple[str, ...], code: int, text: str) -> None:
+    done = pin(memd, *words)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert text in done.stderr
