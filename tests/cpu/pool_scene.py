@@ -73,9 +73,9 @@ class Scene:
         for _ in range(count):
             self.block(BLOCK_STATE_HELD, num_tokens, [(lease, 0)], idle_s)
 
-    def cached(self, count: int) -> None:
+    def cached(self, count: int, *, pinned: bool = False, idle_s: float = 0.0) -> None:
         for _ in range(count):
-            self.block(BLOCK_STATE_CACHED, self.block_size)
+            self.block(BLOCK_STATE_CACHED, self.block_size, idle_s=idle_s).pinned = pinned
 
     def worker(self, waiting: int, running: int, epoch: int = EPOCH) -> None:
         model = GetModelResponse(pool_epoch=epoch, waiting_requests=waiting, running_requests=running)
@@ -89,6 +89,7 @@ class Scene:
         pool.geometry.format, pool.geometry.model_name = Format.BF16, "tiny"  # type: ignore[assignment]
         pool.usage.total_blocks, pool.usage.held_blocks = self.total, states.count(BLOCK_STATE_HELD)
         pool.usage.cached_blocks = states.count(BLOCK_STATE_CACHED)
+        pool.usage.pinned_blocks = sum(one.pinned and one.state == BLOCK_STATE_CACHED for one in self.blocks)
         pool.usage.quarantined_blocks = states.count(BLOCK_STATE_QUARANTINED)
         pool.usage.free_blocks = self.total - len(states)
         for name, count in self.counters.items():

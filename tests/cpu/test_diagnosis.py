@@ -159,6 +159,24 @@ def test_pinned_blocks_matter_from_half_of_a_pool_with_room() -> None:
         assert codes(scene.seen()) == expected
 
 
+def test_pinned_prefixes_are_out_of_reach_and_named_when_blocks_are_short() -> None:
+    scene = Scene(counters={"refused_requests": 1})
+    scene.table(60 * 16)
+    scene.cached(30, pinned=True, idle_s=30)
+    scene.cached(6, pinned=True, idle_s=600)
+    scene.cached(2)
+    seen = scene.seen()  # 4 can be granted: 2 free and 2 cached
+    assert (measure(seen).available, codes(seen)) == (4, [("out_of_blocks", "problem"), ("pinned_prefixes", "problem")])
+    finding = found(seen, "pinned_prefixes")
+    assert finding.figures == {"pinned_blocks": 36, "total_blocks": 100, "longest_idle_seconds": 600.0}
+    assert tried(finding) == ["client UnpinPrefix the prefix that was last used 10 min ago"]
+    assert "36 of the cached ones pinned" in dict(facts(seen, measure(seen)))["blocks"]
+    for count, expected in ((39, []), (40, [("pinned_prefixes", "advice")])):
+        roomy = Scene()
+        roomy.cached(count, pinned=True)
+        assert codes(roomy.seen()) == expected
+
+
 def test_large_models_are_advised_blocks_of_8() -> None:
     seen = short_scene(20, token_bytes=256 * KIB).seen()
     assert found(seen, "waste_inside_blocks").remedies[0].effect.endswith("practice is 8 for a model of this size")
@@ -445,10 +463,11 @@ def every_finding() -> list[Finding]:
     never.blocks.clear()
     elsewhere = Scene(workers=[WorkerReport("unix:/gone", trouble="nothing answers")])
     elsewhere.worker(0, 0, epoch=1)
-    capped = pinned_scene()
+    capped, kept = pinned_scene(), Scene()
     capped.slab_blocks = 110
+    kept.cached(50, pinned=True)
     scenes = [few_free, lost, reserved, idle, never, elsewhere, capped, queue_scene(10), short_scene(20)]
-    scenes += [reuse_scene(evicted=60), reuse_scene(block_size=64), reuse_scene(uptime_s=1)]
+    scenes += [kept, reuse_scene(evicted=60), reuse_scene(block_size=64), reuse_scene(uptime_s=1)]
     empty = Observation(Pool(slab_bytes=1 << 20), target="unix:/m.sock")
     return [finding for seen in (*(scene.seen() for scene in scenes), empty) for finding in diagnose(seen)]
 
@@ -459,7 +478,7 @@ def test_every_finding_says_which_real_flag_to_set_to_which_legal_value() -> Non
         for where, config in (("memd", MemdConfig), ("inferd", InferdConfig))
     }
     findings = every_finding()
-    assert len({finding.code for finding in findings}) == 14
+    assert len({finding.code for finding in findings}) == 15
     for finding in findings:
         assert finding.remedies, finding
         assert finding.detail.endswith("."), finding

@@ -200,6 +200,16 @@ def test_an_empty_pool_and_one_without_geometry_say_so() -> None:
     assert lines[-1] == "h:1: it loads"
 
 
+def test_pinned_blocks_are_shown_and_leave_no_room() -> None:
+    scene = Scene(total=50)
+    scene.table(160)
+    scene.cached(25, pinned=True)
+    lines = drawn(Timeline().frame(scene.seen()))
+    assert "pinned 25" in lines[3]
+    scene.worker(waiting=0, running=1)
+    assert "room for 1 more of 10 blocks each" in drawn(Timeline().frame(scene.seen()))[5], "15 can be granted"
+
+
 def test_a_worker_of_another_pool_is_marked() -> None:
     scene = Scene()
     scene.worker(waiting=0, running=0, epoch=0)

@@ -13,6 +13,7 @@ from rich.text import Text
 from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool.memd.v1.types_pb2 import BlockTable
 from pagepool_client.cli.block_map import KINDS
+from pagepool_client.diagnosis.figures import available_blocks
 from pagepool_client.diagnosis.timeline import Frame, kinds_of_blocks
 from pagepool_client.diagnosis.words import count, share, size, span
 
@@ -112,6 +113,8 @@ def _memory(frame: Frame, kinds: Mapping[str, int]) -> str:
     parts = [used, f"sharing saves {use.saved:,}"]
     if direct := max(sum(kinds[name] for name in ("shared", "held", "filling", "reserved")) - use.distinct, 0):
         parts.append(f"leases hold {direct:,}")
+    if pinned := frame.seen.pool.usage.pinned_blocks:
+        parts.append(f"pinned {pinned:,}")
     return ", ".join([*parts, _pace(frame, "allocated_blocks", "granted")])
 
 
@@ -131,8 +134,7 @@ def _queue(frame: Frame) -> str:
         return f"no worker to ask; {refused}"
     words = f"{seen.running:,} running, {seen.waiting:,} waiting, {refused}"
     if mean := sum(len(table.block_ids) for table in tables) / len(tables) if tables else 0.0:
-        available = seen.pool.usage.free_blocks + seen.pool.usage.cached_blocks
-        words += f"; room for {int(available / mean):,} more of {mean:.3g} blocks each"
+        words += f"; room for {int(available_blocks(seen.pool.usage) / mean):,} more of {mean:.3g} blocks each"
     return words
 
 

@@ -12,6 +12,7 @@ from pagepool_client.diagnosis.observation import Observation
 RULES: Sequence[Callable[[Case], Finding | None]] = (
     memory.out_of_blocks,
     memory.held_by_leases,
+    memory.pinned_prefixes,
     memory.idle_tables,
     memory.lost_workers,
     memory.waste_inside_blocks,

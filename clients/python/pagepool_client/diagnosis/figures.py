@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pagekernels.layout import Format, unpack_entry
-from pagepool.memd.v1.types_pb2 import BLOCK_STATE_HELD, Block, BlockTable
+from pagepool.memd.v1.types_pb2 import BLOCK_STATE_HELD, Block, BlockTable, PoolUsage
 from pagepool_client.diagnosis.observation import Observation
 
 
@@ -33,7 +33,7 @@ class Figures:
     """Blocks and tokens of a pool. "Held" leaves out what is quarantined."""
 
     available: int
-    """Blocks that can be granted now: free, or cached and unreferenced."""
+    """Blocks that can be granted now; see available_blocks."""
     least_available: int
     """The same, at its lowest while the pool was watched."""
     sealed: int
@@ -62,7 +62,7 @@ def measure(observation: Observation) -> Figures:
     held = [block for block in observation.blocks if block.state == BLOCK_STATE_HELD]
     in_tables = [[holder.ref_count for holder in block.holders if holder.table_id] for block in held]
     usages = [pool.usage for pool in (*observation.earlier, observation.pool)]
-    available = [usage.free_blocks + usage.cached_blocks for usage in usages]
+    available = [available_blocks(usage) for usage in usages]
     pairs = list(zip(held, in_tables, strict=True))
     return Figures(
         available=available[-1],
@@ -77,6 +77,11 @@ def measure(observation: Observation) -> Figures:
         mean_table_blocks=sum(len(table.block_ids) for table in tables) / len(tables) if tables else 0.0,
         holders=holders(held, tables),
     )
+
+
+def available_blocks(usage: PoolUsage) -> int:
+    """Blocks that can be granted: free ones, and cached ones that are not pinned, which are evicted for it."""
+    return usage.free_blocks + usage.cached_blocks - usage.pinned_blocks
 
 
 def tail_slots_at(block_size: int, tables: Iterable[BlockTable]) -> int:

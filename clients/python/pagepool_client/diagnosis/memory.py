@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pagepool.memd.v1.types_pb2 import BLOCK_STATE_CACHED
 from pagepool_client.diagnosis.figures import Holder, tail_slots_at
 from pagepool_client.diagnosis.findings import Case, Finding, Remedy, Severity
 from pagepool_client.diagnosis.sizing import advised_block_size, more_blocks
@@ -153,6 +154,31 @@ def held_by_leases(case: Case) -> Finding | None:
         {"pinned_blocks": direct, "total_blocks": case.total, "leases": len(leases)},
         [Remedy("client", "ReleaseLease", f"lease_id {largest.lease_id}", effect)],
         [f"held by {_holder(holder)}" for holder in leases[:SHOWN_HOLDERS]],
+    )
+
+
+def pinned_prefixes(case: Case) -> Finding | None:
+    """Cached blocks that PinPrefix keeps from being evicted."""
+    pinned = case.seen.pool.usage.pinned_blocks
+    # memd refuses to pin more than half of a pool: 40 % is near it.
+    if not pinned or 100 * pinned < (10 if case.pressed else 40) * case.total:
+        return None
+    kept = [block for block in case.seen.blocks if block.pinned and block.state == BLOCK_STATE_CACHED]
+    idle_s = max((block.idle_time.ToNanoseconds() / 1e9 for block in kept), default=0.0)
+    detail = (
+        f"{pinned:,} of {count(case.total, 'block')} ({share(pinned, case.total)}) are pinned and in nobody's use: "
+        f"they cannot be granted until their time ends. The one that was used longest ago waits for {span(idle_s)}."
+    )
+    effect = (
+        "its blocks are evicted like all others again; a priority instead of a pin keeps them as long as there is room"
+    )
+    return Finding(
+        "pinned_prefixes",
+        case.severity,
+        "Pinned prefixes keep blocks from running requests",
+        detail,
+        {"pinned_blocks": pinned, "total_blocks": case.total, "longest_idle_seconds": idle_s},
+        [Remedy("client", "UnpinPrefix", f"the prefix that was last used {span(idle_s)} ago", effect)],
     )
 
 

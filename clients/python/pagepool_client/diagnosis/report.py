@@ -60,6 +60,8 @@ def _usage(seen: Observation) -> str:
         "free": usage.free_blocks,
     }
     words = [f"{number:,} {name} ({share(number, usage.total_blocks)})" for name, number in parts.items() if number]
+    if usage.pinned_blocks:
+        words.append(f"{usage.pinned_blocks:,} of the cached ones pinned")
     if seen.earlier:
         held = [pool.usage.held_blocks for pool in (*seen.earlier, seen.pool)]
         words.append(f"in {span(seen.watched_s)} held went from {held[0]:,} to {held[-1]:,}, at most {max(held):,}")
