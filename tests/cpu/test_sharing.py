@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from memd.core.cached import CachedFrames
+from memd.core.errors import InvariantError
 from memd.core.geometry import Geometry
+from memd.core.pins import PrefixPins
 from memd.core.pool import Pool
+from memd.core.store import BlockStore
 from memd.core.values import BlockState, Commit, PinRequest, Step, TableRequest
 from pagekernels.layout import Format, LayerShape
 from pagepool.errors import PagepoolError, Reason
 
 B = 8
+GEOMETRY = Geometry((LayerShape(1, 8, 8),), Format.BF16, False, 1, b"w" * 32, "model")
 A, Z = [1] * 4 * B, [9] * 2 * B
 
 
 @pytest.fixture
 def pool() -> Pool:
     made = Pool(7, B, 1 << 30, 8)
-    made.declare(Geometry((LayerShape(1, 8, 8),), Format.BF16, False, 1, b"w" * 32, "model"))
+    made.declare(GEOMETRY)
     return made
 
 
@@ -111,3 +118,43 @@ def test_who_waits_hears_that_a_pin_has_ended(pool: Pool) -> None:
     assert pool.take_capacity_news() == []
     pool.tick(5.0)
     assert pool.take_capacity_news() == [(worker, 8)]
+
+
+def test_eviction_goes_by_priority_and_spares_what_is_pinned(pool: Pool, client: int) -> None:
+    wanted, plain, pinned, unwanted = (serve(pool, [token] * 2 * B)[0] for token in range(4))
+    for token, priority, is_pinned in ((0, 5, False), (2, -9, True), (3, -1, False)):
+        pool.prefixes.pin(PinRequest([token] * 2 * B, 10.0, b"", priority, is_pinned), 0.0)
+    for gone in (unwanted, plain, wanted):
+        pool.allocate_blocks(client, 2, 0.0)
+        pool.check()
+        assert not is_there(pool, gone)
+    with pytest.raises(PagepoolError):
+        pool.allocate_blocks(client, 1, 0.0)
+    assert is_there(pool, pinned)
+
+
+def pops_the_most_wanted(frames: CachedFrames) -> int:
+    return next(queue for _, queue in sorted(frames._queues.items(), reverse=True) if queue).pop()
+
+
+@pytest.mark.parametrize(
+    ("place", "wrong", "test"),
+    [
+        ((BlockStore, "touch"), lambda *_: None, test_a_copy_evicts_others_but_never_its_sources),
+        (
+            (BlockStore, "num_evictable"),
+            lambda self, frames: sum(not self.blocks.holders[frame] for frame in frames),
+            test_a_pinned_prefix_that_is_matched_costs_no_room,
+        ),
+        ((CachedFrames, "pop"), pops_the_most_wanted, test_eviction_goes_by_priority_and_spares_what_is_pinned),
+        ((PrefixPins, "tick"), lambda *_: None, test_a_pinned_prefix_that_is_matched_costs_no_room),
+    ],
+)
+def test_the_examples_find_a_planted_bug(
+    monkeypatch: pytest.MonkeyPatch, place: tuple[type, str], wrong: Any, test: Any
+) -> None:
+    pool = Pool(7, B, 1 << 30, 8)
+    pool.declare(GEOMETRY)
+    monkeypatch.setattr(*place, wrong)
+    with pytest.raises((AssertionError, InvariantError, PagepoolError)):
+        test(pool, pool.create_lease("client", 100.0, 0.0).lease_id)
