@@ -169,9 +169,7 @@ def pinned_prefixes(case: Case) -> Finding | None:
         f"{pinned:,} of {count(case.total, 'block')} ({share(pinned, case.total)}) are pinned and in nobody's use: "
         f"they cannot be granted until their time ends. The one that was used longest ago waits for {span(idle_s)}."
     )
-    effect = (
-        "its blocks are evicted like all others again; a priority instead of a pin keeps them as long as there is room"
-    )
+    effect = "or `pagepool pin --off`: it is evicted like all others; a priority keeps it only while there is room"
     return Finding(
         "pinned_prefixes",
         case.severity,
