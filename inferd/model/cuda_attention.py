@@ -23,8 +23,8 @@ from pagekernels.cuda.ops import CudaOps
 CUDA_ATTENTION_NAME = "pagepool_cuda"
 """The name to give to `set_attn_implementation`. No mask function has it, so masks arrive as None."""
 
-SDPA_DTYPES = (torch.bfloat16, torch.float16)
-MAX_SDPA_HEAD_DIM = 256
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+MAX_FLASH_HEAD_DIM = 256
 
 
 class StepAttention(Protocol):
@@ -120,13 +120,15 @@ class Chunk:
 class LongSteps:
     """Attention of a step with long chunks of prefill, which come last; the short sequences before them are `short`.
 
-    A chunk attends by PyTorch's flash attention: to itself if it is the first, else to the whole prefix, gathered from
-    the pool into contiguous memory. (cuDNN makes a plan for each new length.) What dense attention cannot
-    do (windows, soft-caps, sinks, float32 as exactly as the decode kernels) takes the paged kernel for the whole step.
+    A chunk attends by PyTorch's flash attention: to itself if it is the first, else to what it sees of the prefix too,
+    gathered from the pool into contiguous memory. (cuDNN makes a plan for each new length.) What that cannot do
+    (Llama 4's chunks, soft-caps, float32 as exactly as the decode kernels) takes the paged kernel for the whole step.
+    `sinks` are float32 [Hq] on the device, or None, of each layer.
     """
 
     ops: CudaOps
     layers: Sequence[AttentionLayer]
+    sinks: Sequence[torch.Tensor | None]
     batch: DeviceBatch
     short: DeviceBatch | None
     chunks: Sequence[Chunk]
@@ -143,24 +145,47 @@ class LongSteps:
             rows = self.chunks[0].first
             self.ops.attend(use.store, q[:rows], out[:rows], self.short, use.params)
         for chunk in self.chunks:
-            self._chunk(use, chunk, (q, k, v, out))
+            part = slice(chunk.first, chunk.last)
+            keys, values = self._keys(use, chunk, k[part], v[part])
+            out[part].copy_(flash(use, q[part], keys, values, self.sinks[layer]))
 
-    def _chunk(self, use: AttentionLayer, chunk: Chunk, tensors: Sequence[torch.Tensor]) -> None:
-        rows = slice(chunk.first, chunk.last)
-        q, k, v = (tensor[rows].transpose(0, 1)[None] for tensor in tensors[:3])
-        if chunk.kv_len > chunk.last - chunk.first or not use.appends:
-            k = k.new_empty((1, k.shape[1], chunk.kv_len, k.shape[3]))
-            v = v.new_empty((1, v.shape[1], chunk.kv_len, v.shape[3]))
-            self.ops.gather(use.store, self.batch, chunk.index, (0, chunk.kv_len), k[0], v[0])
-        # Here the causal mask is aligned with the last key, as a chunk after a prefix needs it.
-        flash = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001
-        result = flash(q, k, v, is_causal=True, scale=use.params.scale)[0]
-        tensors[3][rows].copy_(result[0].transpose(0, 1))
+    def _keys(
+        self, use: AttentionLayer, chunk: Chunk, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of all that the chunk sees."""
+        rows = chunk.last - chunk.first
+        if chunk.kv_len == rows and use.appends:
+            return k, v
+        first = max(0, chunk.kv_len - rows - use.params.window + 1) if use.params.window else 0
+        keys, values = (x.new_empty((chunk.kv_len - first, *x.shape[1:])) for x in (k, v))
+        places = keys.transpose(0, 1), values.transpose(0, 1)
+        self.ops.gather(use.store, self.batch, chunk.index, (first, chunk.kv_len), *places)
+        return keys, values
+
+
+def flash(
+    use: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Attention [T, Hq, D] of queries q [T, Hq, D] that are the last of the keys k and values v [S, H, D]."""
+    window = use.params.window - 1 if use.params.window else -1
+    # Here the causal mask is aligned with the last key, as a chunk after a prefix needs it.
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(  # noqa: SLF001
+        *(q[None], k[None], v[None], None, None, q.shape[0], k.shape[0]),
+        dropout_p=0.0,
+        is_causal=True,
+        return_debug_mask=False,
+        scale=use.params.scale,
+        window_size_left=window,
+        window_size_right=0,
+    )
+    result: torch.Tensor = out[0]
+    if sinks is None:
+        return result
+    # A sink adds e^sink to the sum e^lse that a row was divided by.
+    return result * torch.sigmoid(lse[0] - sinks[:, None]).T[:, :, None]
 
 
 def dense(use: AttentionLayer, q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether PyTorch's dense attention computes this layer."""
-    params = use.params
-    plain = not params.window and not params.chunk and not params.softcap and params.sinks is None
-    dims = q.shape[2] == v.shape[2] and q.shape[2] <= MAX_SDPA_HEAD_DIM and q.shape[2] % 8 == 0
-    return plain and dims and q.dtype in SDPA_DTYPES
+    """Whether PyTorch's flash attention computes this layer."""
+    dims = q.shape[2] == v.shape[2] and q.shape[2] <= MAX_FLASH_HEAD_DIM and q.shape[2] % 8 == 0
+    return not use.params.chunk and not use.params.softcap and dims and q.dtype in FLASH_DTYPES

@@ -90,6 +90,10 @@ class CudaRunner:
     ) -> None:
         self._forward, self._device, self._limits = forward, device, limits
         self._uses = tuple(served.geometry.layers.values())
+        where = served.model.device
+        self._sinks = [
+            None if u.params.sinks is None else torch.tensor(u.params.sinks, device=where) for u in self._uses
+        ]
         self._stream = torch.cuda.ExternalStream(device.stream_handle, device=device.index)  # type: ignore[no-untyped-call]
         self._ops = CudaOps(device, pool.address, pool.layout, decode_layers(served))
         self._blocks = limits.blocks(pool.layout.block_size)
@@ -184,7 +188,7 @@ class CudaRunner:
             self._ops.plan(self._short.batch)
             short = self._short.batch
         self._long.stage(step, rows)
-        self._run(self._long, LongSteps(self._ops, self._uses, self._long.batch, short, chunks), used)
+        self._run(self._long, LongSteps(self._ops, self._uses, self._sinks, self._long.batch, short, chunks), used)
 
     def _run(self, buffers: StepBuffers, attention: StepAttention, tokens: int) -> None:
         """What a captured step consists of."""

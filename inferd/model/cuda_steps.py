@@ -62,7 +62,7 @@ class StepBuffers:
             "records": ("int32", room.rows * _RECORD_WORDS),
         }
         self.batch = DeviceBatch(device, room.sequences, room.tokens, room.blocks, room.max_queries, extra)
-        # As tensors of inference all of them: torch.compile takes others for another kind of input, to be compiled anew.
+        # All as tensors of inference: torch.compile takes others for another kind of input, to be compiled anew.
         with torch.inference_mode():
             self.ids, self.positions, self.logit_rows = (
                 torch.as_tensor(self.batch.arrays[name], device=torch.device("cuda", device.index))
