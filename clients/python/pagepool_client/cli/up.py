@@ -70,6 +70,7 @@ def _ready(pair: Daemons, args: argparse.Namespace, terminal: Terminal, took_s: 
             f"  {bold('chat')}",
             f"  {bold('generate --chat')} 'Why is the sky blue?'",
             f"  {bold('blocks --watch')}",
+            f"  {bold('top')}",
             "",
             f"memd    {pair.memd.target}",
             f"inferd  {pair.inferd.target}",
