@@ -7,7 +7,7 @@ PROTOS := $(shell find proto/pagepool -name '*.proto')
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full kernels sanitize test-gpu check fmt lint types layers proto proto-check bench-cpu bench-gpu bench-engine bench-memd bench-kernels clean
+.PHONY: help setup demo test test-full kernels sanitize test-gpu check fmt lint types layers proto proto-check bench-cpu bench-static bench-gpu bench-engine bench-memd bench-kernels clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ proto-check: $(VENV)/.dev ## Lint the protos, prove the stubs fresh, and refuse 
 
 bench-cpu: $(VENV)/.dev $(VENV)/.kernels ## Compare with transformers on this CPU, and measure memd
 	@$(BIN)/python clients/bench/cpu.py
+
+bench-static: $(VENV)/.dev $(VENV)/.kernels ## Compare with a contiguous cache of the maximum length for each request
+	@$(BIN)/python clients/bench/static.py
 
 bench-gpu: $(VENV)/.dev ## Measure two workers on one pool of a GPU, beside vLLM if this Python has it
 	@$(BIN)/python clients/bench/gpu.py
