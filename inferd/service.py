@@ -14,7 +14,7 @@ from inferd.core.messages import Counters, ModelCard
 from inferd.dispatch import Dispatcher
 from inferd.text.stops import StopFinder
 from inferd.text.tokenizer import Tokenizer
-from inferd.validation import check, check_messages, check_token_ids, prompt_empty, prompt_too_long
+from inferd.validation import check, check_messages, check_token_ids, prompt_empty, prompt_too_long, token_prompt
 from pagepool.errors import invalid_field
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 
@@ -121,11 +121,7 @@ class GenerationService:
         """The prompt's token ids, whatever it came as."""
         kind = request.WhichOneof("prompt")
         if kind == "tokens":
-            if len(request.tokens.token_ids) > card.max_context_tokens:  # before each of them is looked at
-                raise prompt_too_long(len(request.tokens.token_ids), 1, card)
-            token_ids = request.tokens.token_ids[:]
-            check_token_ids("tokens.token_ids", token_ids, card)
-            return token_ids
+            return token_prompt(request.tokens, card)
         if kind == "text":
             return await self._text_prompt(request.text, card, tokenizer)
         if kind == "chat":

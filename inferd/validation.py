@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from inferd.core.messages import Adjustments, ModelCard, Sampling, Submit
 from pagepool.errors import PagepoolError, Reason, invalid_field
 from pagepool.inferd.v1 import generation_service_pb2 as pb
+from pagepool.token_ids import TOKEN_BYTES, unpack
 
 DEFAULT_MAX_TOKENS = 256
 MAX_TEMPERATURE = 100.0
@@ -75,6 +76,28 @@ def check_token_ids(field: str, token_ids: Sequence[int], card: ModelCard) -> No
         if token >= card.vocab_size:
             limit = f"a token id below {card.vocab_size}, the size of the vocabulary"
             raise invalid_field(f"{field}[{position}]", token, limit, "take ids from Tokenize of this model")
+
+
+def token_prompt(prompt: pb.TokenPrompt, card: ModelCard) -> list[int]:
+    """The ids of a prompt. Raises PROMPT_TOO_LONG before it looks at each of them, then INVALID_FIELD."""
+    packed = prompt.packed_token_ids
+    count = len(packed) // TOKEN_BYTES or len(prompt.token_ids)
+    if count > card.max_context_tokens:
+        raise prompt_too_long(count, 1, card)
+    if not packed:
+        token_ids = prompt.token_ids[:]
+    elif prompt.token_ids:
+        limit, remedy = "empty beside tokens.token_ids", "give the prompt's ids once"
+        raise invalid_field("tokens.packed_token_ids", f"{len(packed)} bytes long", limit, remedy)
+    else:
+        try:
+            token_ids = unpack(packed)
+        except ValueError as error:
+            limit = f"a multiple of {TOKEN_BYTES} bytes"
+            remedy = "send each id as a 32-bit little-endian integer"
+            raise invalid_field("tokens.packed_token_ids", f"{len(packed)} bytes long", limit, remedy) from error
+    check_token_ids("tokens.packed_token_ids" if packed else "tokens.token_ids", token_ids, card)
+    return token_ids
 
 
 def check_messages(field: str, messages: Iterable[pb.ChatMessage]) -> list[dict[str, str]]:

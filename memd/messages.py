@@ -29,6 +29,7 @@ from memd.core.values import (
 from pagekernels.layout import Format, LayerShape
 from pagepool.errors import PagepoolError, Reason, invalid_field
 from pagepool.memd.v1 import pool_service_pb2, types_pb2, worker_service_pb2
+from pagepool.token_ids import TOKEN_BYTES
 
 NANOSECONDS = 1_000_000_000
 
@@ -193,8 +194,17 @@ def pin_from(message: pool_service_pb2.PinPrefixRequest) -> PinRequest:
     return PinRequest(message.token_ids, ttl_s, message.salt, message.priority, message.pinned)
 
 
+def _packed(request: worker_service_pb2.TableRequest) -> bytes:
+    packed = request.packed_token_ids
+    if packed and request.token_ids:
+        raise ValueError(f"table request {request.ref} has both token_ids and packed_token_ids")
+    if len(packed) % TOKEN_BYTES:
+        raise ValueError(f"packed_token_ids of table request {request.ref} has a part of an id at its end")
+    return packed
+
+
 def step_from(message: worker_service_pb2.Step) -> Step:
-    """A worker's step."""
+    """A worker's step. ValueError if it contradicts itself."""
     return Step(
         step_id=message.step_id,
         commits=[Commit(commit.table_id, commit.token_ids) for commit in message.commits],
@@ -207,6 +217,7 @@ def step_from(message: worker_service_pb2.Step) -> Step:
                 priority=request.priority,
                 no_match=request.no_match,
                 ref=request.ref,
+                packed=_packed(request),
             )
             for request in message.creates
         ],

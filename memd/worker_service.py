@@ -9,7 +9,7 @@ import structlog
 
 from memd import messages
 from memd.core.pool import Pool
-from memd.core.values import Attached
+from memd.core.values import Attached, Step
 from memd.service import read_only_error
 from memd.sessions import Locks, Session, Sessions, draining_error
 from pagepool.errors import PagepoolError, Reason
@@ -107,7 +107,7 @@ class WorkerService:
         while (request := await stream.read()) is not None:
             match request.WhichOneof("message"):
                 case "step":
-                    outcome = self.pool.step(lease_id, messages.step_from(request.step), self.clock())
+                    outcome = self.pool.step(lease_id, _step(request.step), self.clock())
                     session.answer(messages.step_result(outcome))
                     self.sessions.publish()
                 case "heartbeat":
@@ -123,6 +123,13 @@ class WorkerService:
                 case _:
                     raise _violation("after Hello only Heartbeat, Step and Detach may come, one in each message")
             await session.room()
+
+
+def _step(message: pb.Step) -> Step:
+    try:
+        return messages.step_from(message)
+    except ValueError as error:
+        raise _violation(str(error)) from error
 
 
 def _violation(what: str) -> PagepoolError:

@@ -6,8 +6,10 @@ salt). A match compares token ids and the identity of the block before too, so a
 
 from __future__ import annotations
 
+from array import array
 from hashlib import sha256
 
+from memd.core.allocator import NOWHERE
 from memd.core.block import TOKEN_BYTES, Blocks
 
 ROOT = b"pagepool prefix 1\0"
@@ -27,12 +29,14 @@ def chained_digest(parent: bytes, packed: bytes) -> bytes:
 class PrefixIndex:
     """At most one sealed block per digest: the one that a match finds."""
 
-    __slots__ = ("_blocks", "frames", "model_digest")
+    __slots__ = ("_blocks", "_followers", "frames", "model_digest")
 
     def __init__(self, blocks: Blocks, model_digest: bytes) -> None:
         self._blocks = blocks
         self.model_digest = model_digest
         self.frames: dict[bytes, int] = {}
+        # By frame: where the block after this one was found last. A guess, to be checked: blocks come and go.
+        self._followers = array("i", [NOWHERE]) * len(blocks.ids)
 
     def digest_of(self, parent: int | None, packed: bytes, salt: bytes) -> bytes:
         """The digest of a block with these packed token ids after the sealed block in frame `parent` (None: first)."""
@@ -41,21 +45,28 @@ class PrefixIndex:
 
     def match(self, packed: bytes, salt: bytes) -> list[int]:
         """Frames of the longest indexed prefix of these packed token ids; never includes the last token."""
-        blocks, size = self._blocks, self._blocks.block_size * TOKEN_BYTES
+        size = self._blocks.block_size * TOKEN_BYTES
+        found = self._first(packed[:size], salt) if len(packed) > size else []
         # What `holds` asks is asked here without a call: a long prompt has hundreds of blocks, and its user waits.
-        frame_with, tokens, parents, prefixes = self.frames.get, blocks.tokens, blocks.parents, blocks.prefixes
-        digest, parent, found = root_digest(self.model_digest, salt), 0, list[int]()
-        for start in range(0, len(packed) - size, size):
-            piece = packed[start : start + size]
-            digest = sha256(digest + piece).digest()
-            frame = frame_with(digest)
-            if frame is None or parents[frame] != parent or tokens[frame * size : (frame + 1) * size] != piece:
-                break
-            if parent == 0 and blocks.salts.get(frame, b"") != salt:
-                break
+        blocks, frame_with, followers = self._blocks, self.frames.get, self._followers
+        tokens, parents, prefixes, digests = blocks.tokens, blocks.parents, blocks.prefixes, blocks.digests
+        for start in range(size, len(packed) - size, size) if found else ():
+            before, piece = found[-1], packed[start : start + size]
+            parent, frame = prefixes[before], followers[before]
+            # A block with these tokens after this prefix, which its own digest finds, is what a digest made anew would
+            # find. (NOWHERE has no tokens.)
+            known = parents[frame] == parent and tokens[frame * size : (frame + 1) * size] == piece
+            if not known or frame_with(digests[frame]) != frame:
+                frame = frame_with(sha256(digests[before] + piece).digest(), NOWHERE)
+                if parents[frame] != parent or tokens[frame * size : (frame + 1) * size] != piece:
+                    break
+                followers[before] = frame
             found.append(frame)
-            parent = prefixes[frame]
         return found
+
+    def _first(self, piece: bytes, salt: bytes) -> list[int]:
+        frame = self.frames.get(self.digest_of(None, piece, salt))
+        return [] if frame is None or not self.holds(frame, 0, piece, salt) else [frame]
 
     def holds(self, frame: int, parent: int, packed: bytes, salt: bytes) -> bool:
         """Whether the sealed block in a frame really is these tokens after the prefix with identity `parent`."""

@@ -80,7 +80,7 @@ class Stepper:
             if len(create.salt) > MAX_SALT_BYTES:
                 what = f"salt is {len(create.salt)} bytes long, but may have {MAX_SALT_BYTES}"
                 raise errors.protocol_violation(lease.lease_id, what, "hash a longer one")
-            plan.creates.append((create, self._pack(lease, create.token_ids)))
+            plan.creates.append((create, create.packed or self._pack(lease, create.token_ids)))
         self._check_requests(lease, step, plan.draft)
         return plan
 

@@ -45,7 +45,8 @@ class Commit:
 class TableRequest:
     """A table to create: match `token_ids` (never the last), pin what is found, add blocks up to `num_blocks` in all.
 
-    Token ids are 32-bit unsigned integers; `ref` is the asker's own number and comes back in the answer.
+    Token ids are 32-bit unsigned integers; `packed`, if there is any, is them as blocks keep them. `ref` is the asker's
+    own number and comes back in the answer.
     """
 
     token_ids: Sequence[int]
@@ -54,6 +55,7 @@ class TableRequest:
     priority: int = 0
     no_match: bool = False
     ref: int = 0
+    packed: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

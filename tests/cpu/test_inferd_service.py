@@ -45,6 +45,7 @@ from pagepool.inferd.v1.generation_service_pb2_grpc import GenerationServiceStub
 from pagepool.listen import UnixListener
 from pagepool.serve import Servers
 from pagepool.status import from_rpc_error
+from pagepool.token_ids import pack
 
 CONTEXT = 120_000
 SERVING = EngineState(
@@ -301,6 +302,13 @@ async def test_near_the_end_of_the_context_the_default_is_what_is_left(
         assert (await here.engine.expect(Submit)).max_tokens == 10
 
 
+async def test_packed_token_ids_are_the_same_prompt(tmp_path: Path, folder: Path, tokenizer: Tokenizer) -> None:
+    async with world(tmp_path, folder, saying(tokenizer, "x")) as here:
+        for tokens in (pb.TokenPrompt(token_ids=[5, 260, 7]), pb.TokenPrompt(packed_token_ids=pack([5, 260, 7]))):
+            await collect(here.stub.Generate(pb.GenerateRequest(tokens=tokens)))
+            assert (await here.engine.expect(Submit)).prompt == [5, 260, 7]
+
+
 async def test_a_conversation_becomes_the_templates_prompt(tmp_path: Path, folder: Path, tokenizer: Tokenizer) -> None:
     async with world(tmp_path, folder, saying(tokenizer, "x")) as here:
         messages = [pb.ChatMessage(role="user", content="hi <|end|>")]
@@ -324,6 +332,21 @@ BAD_REQUESTS = {
         "chat.messages",
     ),
     "unknown token": (pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=[1, 280])), INVALID, "tokens.token_ids[1]"),
+    "unknown packed token": (
+        pb.GenerateRequest(tokens=pb.TokenPrompt(packed_token_ids=pack([1, 280]))),
+        INVALID,
+        "tokens.packed_token_ids[1]",
+    ),
+    "part of a packed token": (
+        pb.GenerateRequest(tokens=pb.TokenPrompt(packed_token_ids=bytes(7))),
+        INVALID,
+        "tokens.packed_token_ids",
+    ),
+    "tokens twice": (
+        pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=[1], packed_token_ids=pack([1]))),
+        INVALID,
+        "tokens.packed_token_ids",
+    ),
     "whole context": (
         pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=[1] * CONTEXT)),
         Reason.PROMPT_TOO_LONG,

@@ -231,6 +231,8 @@ VIOLATIONS = {
     "step again": wpb.Step(step_id=1),
     "step left out": wpb.Step(step_id=9),
     "long salt": wpb.Step(step_id=2, creates=[wpb.TableRequest(salt=b"x" * 65)]),
+    "tokens twice": wpb.Step(step_id=2, creates=[wpb.TableRequest(token_ids=[1], packed_token_ids=bytes(4))]),
+    "part of a token": wpb.Step(step_id=2, creates=[wpb.TableRequest(packed_token_ids=bytes(5))]),
 }
 
 

@@ -13,6 +13,7 @@ from pagepool.inferd.v1.generation_service_pb2 import (
     SamplingParams,
     TextPrompt,
 )
+from pagepool.token_ids import pack
 
 Message = Mapping[str, str] | ChatMessage
 """One message of a conversation: {"role": "user", "content": "…"}."""
@@ -104,7 +105,7 @@ def _text(name: str, value: str) -> str:
 def _put_tokens(request: GenerateRequest, token_ids: Sequence[int]) -> None:
     request.tokens.SetInParent()  # also if there are none
     try:
-        request.tokens.token_ids.extend(token_ids)  # in place: a finished message would be copied
+        request.tokens.packed_token_ids = pack(token_ids)
     except (TypeError, ValueError) as error:
         raise invalid_field("token_ids", error, "a sequence of unsigned 32-bit integers", "correct it") from error
 

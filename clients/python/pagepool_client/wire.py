@@ -25,6 +25,7 @@ from pagepool.pool_values import (
     Take,
     Truncate,
 )
+from pagepool.token_ids import pack
 
 
 def geometry_message(layout: PagedLayout, model_digest: bytes, model_name: str) -> Geometry:
@@ -62,7 +63,7 @@ def step_message(step_id: int, step: Step) -> AttachRequest:
     for request in step.creates:
         words.creates.add(
             ref=request.ref,
-            token_ids=request.token_ids,
+            packed_token_ids=pack(request.token_ids),
             salt=request.salt,
             priority=request.priority,
             num_blocks=request.num_blocks,

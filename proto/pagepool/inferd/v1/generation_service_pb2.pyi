@@ -30,10 +30,12 @@ class TextPrompt(_message.Message):
     def __init__(self, text: _Optional[str] = ..., parse_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class TokenPrompt(_message.Message):
-    __slots__ = ("token_ids",)
+    __slots__ = ("token_ids", "packed_token_ids")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PACKED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    packed_token_ids: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., packed_token_ids: _Optional[bytes] = ...) -> None: ...
 
 class ChatMessage(_message.Message):
     __slots__ = ("role", "content")
