@@ -25,11 +25,12 @@ class Retention:
 class CachedFrames:
     """Frames of sealed blocks that nobody refers to, and the retention of those that have one, referred to or not."""
 
-    __slots__ = ("_links", "_pinned", "_queues", "kept", "num_pinned_kept")
+    __slots__ = ("_common", "_links", "_pinned", "_queues", "kept", "num_pinned_kept")
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._queues = {0: FrameQueue(links)}
+        self._common = FrameQueue(links)
+        self._queues = {0: self._common}
         self._pinned = FrameQueue(links)
         self.kept: dict[int, Retention] = {}
         self.num_pinned_kept = 0
@@ -63,11 +64,11 @@ class CachedFrames:
 
     def append(self, frame: int) -> None:
         """A block was released just now."""
-        self._queue_of(frame).append(frame)
+        (self._queue_of(frame) if self.kept else self._common).append(frame)
 
     def remove(self, frame: int) -> None:
         """Take a cached frame out, wherever it stands."""
-        self._queue_of(frame).remove(frame)
+        (self._queue_of(frame) if self.kept else self._common).remove(frame)
 
     def pop(self) -> int:
         """Take out the frame to be evicted first."""

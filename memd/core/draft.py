@@ -11,6 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from memd.core import errors
 from memd.core.lease import Lease
@@ -52,9 +53,10 @@ class Draft:
         self._released: set[int] = set()
         self._used_ids: set[int] = set()
         self._used_frames: set[int] = set()
-        self._more_holders: Counter[int] = Counter()
-        self._holds: list[tuple[int, int]] = []
+        self._holds: list[tuple[int, int]] = []  # (frame, holder), as all that follow
         self._drops: list[tuple[int, int]] = []
+        self._more_holders: Counter[int] = Counter()  # by frame, of the first so many of these two
+        self._counted = (0, 0)
         self.moves: list[Move] = []
 
     def do(self, operation: TableOperation) -> None:
@@ -106,8 +108,9 @@ class Draft:
             self._make(table_id, draft, now)
         for frame, holder in self._holds:
             self._store.hold([frame], (holder,), now)
+        release = self._store.release
         for frame, holder in self._drops:
-            self._store.release(frame, holder, now)
+            release(frame, holder, now)
         for frame in self._used_frames:
             del self._lease.references[frame]
         self._lease.reserved_ids -= self._used_ids
@@ -130,8 +133,7 @@ class Draft:
             raise self._violation(what, "fork only to ids that were granted and not used yet")
         self._used_ids.add(fork.new_table_id)
         frames = list(source.frames)
-        for frame in frames:
-            self._hold(frame, fork.new_table_id)
+        self._holds += [(frame, fork.new_table_id) for frame in frames]
         self._tables[fork.new_table_id] = TableDraft(source.origin, frames, source.num_tokens, source.cached_tokens)
 
     def _copy_on_write(self, copy: CopyOnWrite) -> None:
@@ -185,8 +187,7 @@ class Draft:
         draft.cached_tokens = min(draft.cached_tokens, index * size)
 
     def _release(self, table_id: int) -> None:
-        for frame in reversed(self.table(table_id).frames):
-            self._drop(frame, table_id)
+        self._drops += [(frame, table_id) for frame in reversed(self.table(table_id).frames)]
         del self._tables[table_id]
         self._released.add(table_id)
 
@@ -199,15 +200,19 @@ class Draft:
         return frame
 
     def _num_holders(self, frame: int) -> int:
+        holds, drops = self._counted  # most steps never ask, and a table may have thousands of blocks
+        for one, _ in islice(self._holds, holds, None):
+            self._more_holders[one] += 1
+        for one, _ in islice(self._drops, drops, None):
+            self._more_holders[one] -= 1
+        self._counted = len(self._holds), len(self._drops)
         return len(self._store.blocks.holders[frame]) + self._more_holders[frame]
 
     def _hold(self, frame: int, holder: int) -> None:
         self._holds.append((frame, holder))
-        self._more_holders[frame] += 1
 
     def _drop(self, frame: int, holder: int) -> None:
         self._drops.append((frame, holder))
-        self._more_holders[frame] -= 1
 
     def _violation(self, what: str, remedy: str) -> PagepoolError:
         return errors.protocol_violation(self._lease.lease_id, what, remedy)
