@@ -28,6 +28,8 @@ _MAX_FIELD = 128
 _MAX_DESCRIPTION = 200
 _ENTRY_OVERHEAD = 8  # of a map entry on the wire
 _ELLIPSIS = "…"
+_CUT_OFF = "Stream removed"
+"""What grpc now and then says, as UNKNOWN, of a peer that is gone (github.com/grpc/grpc/issues/34076)."""
 
 
 class ForeignError(PagepoolError):
@@ -106,6 +108,8 @@ def from_status(status: status_pb2.Status) -> PagepoolError:
 def from_rpc_error(error: RpcFailure | grpc.RpcError) -> PagepoolError:
     """The error behind a failed call, sync or aio. Never raises: what it cannot read becomes a ForeignError."""
     code, message = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNKNOWN and message == _CUT_OFF:
+        code = grpc.StatusCode.UNAVAILABLE
     for key, value in error.trailing_metadata() or ():
         if key == DETAILS_KEY and isinstance(value, bytes):
             status = _parsed(value)

@@ -97,6 +97,20 @@ def test_an_unknown_reason_is_tolerated_and_keeps_its_code(reason: str) -> None:
     assert found.metadata.get("peer_reason", "") == reason
 
 
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ((grpc.StatusCode.UNKNOWN, "Stream removed"), Code.UNAVAILABLE),
+        ((grpc.StatusCode.UNKNOWN, "Exception calling application"), Code.UNKNOWN),
+        ((grpc.StatusCode.INTERNAL, "Stream removed"), Code.INTERNAL),
+    ],
+)
+def test_a_peer_that_is_gone_is_unavailable_whatever_grpc_calls_it(
+    said: tuple[grpc.StatusCode, str], meant: Code
+) -> None:
+    assert from_rpc_error(FailedCall(*said, None)).code is meant
+
+
 def test_the_reason_of_another_domain_is_not_taken_for_ours() -> None:
     status = status_pb2.Status(code=code_pb2.NOT_FOUND, message="no")
     status.details.add().Pack(error_details_pb2.ErrorInfo(domain="example.org", reason="BLOCK_NOT_FOUND"))
