@@ -140,6 +140,38 @@ def test_generate_takes_a_chat_message_from_stdin_and_prints_json(inferd: Script
     assert not inferd.requests[0].sampling.HasField("temperature")
 
 
+def test_generate_passes_penalties_bias_and_logprobs_on(inferd: ScriptedInferd, start: Start) -> None:
+    penalties = ["--repetition-penalty", "1.5", "--presence-penalty", "-0.5", "--frequency-penalty", "0.25"]
+    flags = [*penalties, "--logit-bias", "7=-100", "--logit-bias", "9=2.5", "--logprobs", "0", "--prompt-logprobs", "3"]
+    process = start("generate", "hi", "--json", *flags)
+    process.communicate(timeout=30)
+    assert process.returncode == 0
+    (request,) = inferd.requests
+    sampling = request.sampling
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -0.5, 0.25)
+    assert dict(sampling.logit_bias) == {7: -100.0, 9: 2.5}
+    assert (request.HasField("logprobs"), request.logprobs, request.prompt_logprobs) == (True, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--logprobs", "2"], "--logprobs is given without --json"),
+        (["--prompt-logprobs", "0"], "--logprobs is given without --json"),
+        (["--logit-bias", "the=1"], "'the=1' is not ID=BIAS, such as 42=-100"),
+        (["--logit-bias", "7"], "'7' is not ID=BIAS"),
+    ],
+)
+def test_flags_of_generate_that_do_not_fit_are_refused(
+    inferd: ScriptedInferd, start: Start, flags: list[str], line: str
+) -> None:
+    process = start("generate", "hi", *flags)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (2, "")
+    assert line in err
+    assert not inferd.requests
+
+
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_or_a_closed_terminal_cancels_generate_on_the_server_and_exits_130(
     inferd: ScriptedInferd, start: Start, end: signal.Signals
