@@ -146,20 +146,6 @@ def test_any_number_of_ctas(device, ctas: int) -> None:
         kernel.close()
 
 
-@pytest.mark.parametrize(("ctas", "spare", "items"), [(132, 16, 8), (40, 48, 4), (7, 8, 16)])
-def test_whoever_takes_a_range_the_bits_are_the_same(device, ctas: int, spare: int, items: int) -> None:
-    """Short ranges go to whoever is done first, which differs from run to run."""
-    for case in (Case(spread(1, 60, 900)), Case(((9000, 1), (3, 1))), Case(spread(3, 40, 900), fp8=0.5)):
-        pool = build(case, LAYER)
-        tuning = Tuning(ctas=ctas, spare=spare, spare_from=4, spare_items=items, mixed=case.fp8 > 0)
-        kernel = attention(device, pool, tuning)
-        out, lse = run(device, kernel, pool)
-        check(pool, out, lse)
-        for _ in range(20):
-            assert torch.equal(run(device, kernel, pool)[0].view(torch.int16), out.view(torch.int16))
-        kernel.close()
-
-
 def test_a_captured_graph_follows_lengths_and_tables(device) -> None:
     pool = build(Case(spread(5, 30, 2000)), LAYER)
     kernel = attention(device, pool)

@@ -1,7 +1,7 @@
 // Paged decode attention: out = softmax(cap(scale Q K^T)) V over block tables, 1 to 64 query tokens a sequence.
 //
-// One CTA a multiprocessor takes ranges of tiles as plan.cu cut them (plan.cuh). Its loading warp keeps a ring in shared
-// memory full (decode_load.cuh), each other warp takes every kStreams-th tile of a range (decode_tile.cuh,
+// One CTA a multiprocessor takes a range of tiles as plan.cu cut them (plan.cuh). Its loading warp keeps a ring in shared
+// memory full (decode_load.cuh), each other warp takes every kStreams-th tile of the range (decode_tile.cuh,
 // decode_softmax.cuh). Where a range leaves a pair (sequence, KV head, run of query rows), warps merge in shared
 // memory; ranges that share a pair leave partial results, and the last to be done joins them in their order
 // (decode_merge.cuh): same inputs, same bits. The counters wrap to zero, so a graph may replay it.
@@ -31,8 +31,8 @@ __device__ __forceinline__ void attend_segment(const DecodeParams& p, Shared& sh
 
 __device__ void compute_all(const DecodeParams& p, Shared& shared, int warp, int lane) {
   const int query_tile = warp % kQueryTiles;
-  int item = 0;
-  Ring ring = {0, 0};
+  int item = warp / kQueryTiles, pending = 0;
+  Ring ring = {item, 0};
   for (int number = 0;; ++number) {
     const int at = number % kSegments;
     barrier_wait(&shared.segment_full[at], number / kSegments & 1);
@@ -42,10 +42,6 @@ __device__ void compute_all(const DecodeParams& p, Shared& shared, int warp, int
     if (number == 0 && warp == 0) barrier_wait(&shared.full[0], 0);
     if (number == 0 && threadIdx.x == 0) p.trace[blockIdx.x * 4 + 1] = now();
 #endif
-    if (segment.begins_range) {  // which warp takes a tile depends on its place in the range alone
-      item = segment.first_item + warp / kQueryTiles;
-      ring = {item % kSlots, static_cast<uint32_t>(item / kSlots & 1)};
-    }
     Softmax state;
     attend_segment(p, shared, state, ring, item, segment, at, query_tile, lane);
 #ifdef TRACE
@@ -54,10 +50,13 @@ __device__ void compute_all(const DecodeParams& p, Shared& shared, int warp, int
     __syncwarp();
     if (lane == 0) barrier_arrive(&shared.segment_empty[at]);
     merge_warps(p, shared, state, segment, warp, lane);
-    if (segment.sharers > 1 && is_last_sharer(p, shared, segment, warp * 32 + lane))
-      join_ranges(p, segment, warp * 32 + lane);
+    if (segment.sharers > 1) {
+      if (warp == 0 && lane == 0) shared.pending[pending] = segment;
+      ++pending;
+    }
     sync_computing();
   }
+  if (pending) join_pending(p, shared, pending, warp * 32 + lane);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads + 32, 1) decode(const __grid_constant__ DecodeParams p) {
@@ -68,8 +67,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1) decode(const __gr
   if (threadIdx.x == 0) p.trace[blockIdx.x * 4] = now();
 #endif
   if (warp == kWarps) {
-    Next own;
-    fetch_record(p, own, blockIdx.x, lane);
+    const Record own = fetch_record(p, blockIdx.x, lane);
     if (lane == 0) barriers_init(shared);
     __syncwarp();
     arrive_start();

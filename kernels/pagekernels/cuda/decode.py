@@ -25,7 +25,7 @@ MAX_KINDS = 8
 MAX_RANGES = 1023
 """Limits of plan.cuh."""
 
-_RANGE_BYTES, _SEQUENCE_BYTES, _KIND_BYTES = 256, 32, 48
+_RANGE_BYTES, _SEQUENCE_BYTES, _KIND_BYTES = 256, 32, 32
 _PLAN_SHARED_BYTES = MAX_SEQUENCES * (32 + 4 + 16) + 16 + 8 + (MAX_RANGES + 1) * 24 + 33 * 32 + 64
 _PLAN_THREADS = 1024
 
@@ -90,7 +90,6 @@ class TunedDecode:
         self._max_query_tokens, self._tuning = max_query_tokens, tuning or Tuning()
         self._slabs = (*slabs, *(0,) * (MAX_SLABS - len(slabs)))
         self.ctas = min(self._tuning.ctas or device.num_sms, MAX_RANGES)
-        self._ranges = min(4 * self.ctas, MAX_RANGES) if max_query_tokens == 1 else self.ctas
         self._memory: list[Any] = []
         kinds: dict[bytes, int] = {}
         for index, layer in self._layers.items():
@@ -98,10 +97,10 @@ class TunedDecode:
         if len(kinds) > MAX_KINDS:
             raise ValueError(f"layers have {len(kinds)} kinds of window, chunk and heads, but at most {MAX_KINDS} fit")
         self._kinds = tuple(kinds)
-        self._kind_bytes = -(-(self._ranges * _RANGE_BYTES + (MAX_SEQUENCES + 2) * _SEQUENCE_BYTES) // 256) * 256
+        self._kind_bytes = -(-(self.ctas * _RANGE_BYTES + (MAX_SEQUENCES + 2) * _SEQUENCE_BYTES) // 256) * 256
         self._plans = self._allocate(self._kind_bytes * len(kinds))
         self._partials = self._allocate(max(self._partial_bytes(index) for index in self._layers))
-        self._counters = self._allocate(4 * (self._ranges + 1))
+        self._counters = self._allocate(4 * self.ctas)
         self._planner = device.kernel("plan.cu", "plan", {}, _PLAN_SHARED_BYTES)
         self._prepared = {index: self._prepare(index, kinds) for index in self._layers}
 
@@ -132,7 +131,7 @@ class TunedDecode:
         )
         strides = struct.pack("qqqq", *q.stride()[:2], *out.stride()[:2])
         middle = struct.pack("P8Pqqq", trace, *self._slabs, self._layout.unit_bytes, *self._offsets(layer))
-        args = head + sinks + middle + strides + struct.pack("ii", tables.stride()[0], self._ranges) + rest
+        args = head + sinks + middle + strides + struct.pack("ii", tables.stride()[0], self.ctas) + rest
         ready.kernel.launch((self.ctas, 1), (ready.threads, 1, 1), args)
 
     def close(self) -> None:
@@ -157,14 +156,12 @@ class TunedDecode:
     def _kind(self, index: int, layer: DecodeLayer) -> bytes:
         shape, heads = self._shape(index), self._layout.layers[index].num_kv_heads
         params, weight = layer.params, 2 if self._tuning.mixed else 0
-        tuning = self._tuning
-        spare = (tuning.spare, tuning.spare_from, tuning.spare_items)
-        limits = (self.ctas, self._ranges, tuning.min_items, *spare, weight)
-        return struct.pack("12i", params.window, params.chunk, heads, shape.group, shape.super_rows, *limits)
+        limits = (self.ctas, self._tuning.min_items, weight)
+        return struct.pack("8i", params.window, params.chunk, heads, shape.group, shape.super_rows, *limits)
 
     def _partial_bytes(self, index: int) -> int:
         shape = self._shape(index)
-        return self._ranges * 2 * shape.super_rows * (shape.head_dim + 2) * 4
+        return self.ctas * 2 * shape.super_rows * (shape.head_dim + 2) * 4
 
     def _offsets(self, layer: int) -> tuple[int, int]:
         """Elements before the layer's first K row, and bytes of an FP8 block before its scales."""

@@ -27,6 +27,14 @@ __device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parit
   return passed != 0;
 }
 
+// The same without ever being suspended.
+__device__ __forceinline__ bool barrier_tested(uint64_t* barrier, uint32_t parity) {
+  uint32_t passed;
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+               : "=r"(passed) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+  return passed != 0;
+}
+
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   while (!barrier_passed(barrier, parity)) {
   }

@@ -23,7 +23,9 @@ constexpr int kSuperRows = kRows * kQueryTiles;
 constexpr int kWarps = kStreams * kQueryTiles;
 constexpr int kThreads = kWarps * 32;         // that compute; one more warp loads
 constexpr int kSegments = 2;
+constexpr int kPending = 2;                   // pairs that a range shares: at either end
 constexpr int kColumnTiles = kDim / 8;
+constexpr int kLoads = !kBulk ? 1 : kSlots < 8 ? kSlots : 8;  // tiles whose copies lanes start side by side
 
 static_assert(kDim % 16 == 0 && kDim <= 256 && kBlock % 8 == 0 && kRows <= 16 && kSlots >= kStreams, "see decode.py");
 
@@ -44,7 +46,6 @@ struct Segment {
   int q_start, q_len, kv_len;
   int range, first_range;     // this one, and the first one with a part of this pair
   int sharers;                // ranges with a part of this pair; 1: this one holds all
-  int begins_range;
   int stop;                   // 1: there is no more, all else is undefined
 };
 
@@ -61,7 +62,8 @@ struct alignas(128) Shared {
   Segment segments[kSegments];
   SlotInfo info[kSlots];
   uint64_t full[kSlots], empty[kSlots], segment_full[kSegments], segment_empty[kSegments];
-  int arrived;
+  Segment pending[kPending];  // whose partials are written, but not yet told of
+  uint32_t arrived[kPending];
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "decode.py computes this");
 
@@ -72,7 +74,7 @@ struct DecodeParams {
   const uint32_t* tables;   // [S, table_stride]
   const Range* plan;        // this layer kind's
   float* partials;          // [max_ranges][2][rows][D], then [max_ranges][2][rows] (max, sum)
-  uint32_t* counters;       // [max_ranges + 1], zero before the first launch ever; the last hands out ranges
+  uint32_t* counters;       // [max_ranges], zero before the first launch ever
   const float* sinks;       // [Hq] or null
   unsigned long long* trace;
   const unsigned char* slabs[8];

@@ -1,4 +1,4 @@
-// The loading warp: walks the CTA's ranges of tiles and keeps the ring of shared memory full.
+// The loading warp: walks the CTA's range of tiles and keeps the ring of shared memory full.
 #pragma once
 #include "decode_async.cuh"
 
@@ -18,16 +18,13 @@ struct Walk {
 struct RangeInfo {
   int range, items;
   Sharers first_pair, last_pair;
-  int ctas, ranges, all_items;
+  int all_items;
 };
 
-// The range after this one, being asked for while this one is loaded.
-struct Next {
-  uint32_t grabbed;       // lane 0's: how many were handed out before
-  int words;              // a lane's: word `lane` of its record
-  uint32_t entries;       // a lane's
-  int range;              // -1: there is none
-  int stage;              // 0: not asked yet, 1: asked, 2: known, its record is on the way
+// A range's record on its way.
+struct Record {
+  int words;         // a lane's: word `lane` of it
+  uint32_t entries;  // a lane's
 };
 
 struct Ring {
@@ -111,12 +108,13 @@ __device__ __forceinline__ Segment describe(const Walk& walk, const RangeInfo& i
   const bool whole = walk.tile == s.first_tile && end == s.last_tile;
   const bool begins = walk.left == info.items;
   const Sharers sharers = begins ? info.first_pair : info.last_pair;
-  segment.range = info.range, segment.begins_range = begins, segment.stop = 0;
+  segment.range = info.range, segment.stop = 0;
   segment.first_range = whole ? info.range : sharers.first, segment.sharers = whole ? 1 : sharers.count;
   return segment;
 }
 
-// Start the copy of one tile into a slot that is free. `scales` are of the tile's block.
+// Start the copy of one tile into a slot that is free: a lane's, or, without bulk copies, the warp's. `scales` are of
+// the tile's block.
 __device__ __forceinline__ void load_tile(const DecodeParams& p, Shared& shared, int slot, uint32_t entry, int sub,
                                           int head, float2 scales, uint64_t policy, int lane) {
   const uint32_t format = entry >> 29;
@@ -125,9 +123,9 @@ __device__ __forceinline__ void load_tile(const DecodeParams& p, Shared& shared,
   const unsigned char* k = block + (p.layer_offset + int64_t(head) * (2 * kBlock * kDim) + sub * (kTile * kDim)) * size;
   const uint32_t bytes = kTile * kDim * size;
   unsigned char* ring = shared.ring[slot];
-  if (kFp8 && lane == 0) shared.info[slot] = {format, scales.x, scales.y};
+  if (kFp8 && (kLoads > 1 || lane == 0)) shared.info[slot] = {format, scales.x, scales.y};
 #if BULK
-  if (lane == 0) {
+  if (kLoads > 1 || lane == 0) {
     expect_bytes(&shared.full[slot], 2 * bytes);
     if (kTilesPerBlock == 1) {
       copy_run(ring, k, 2 * bytes, &shared.full[slot], policy);
@@ -151,44 +149,35 @@ __device__ __forceinline__ float2 load_scales(const DecodeParams& p, uint32_t en
   return __ldg(reinterpret_cast<const float2*>(block + p.scale_offset) + head);
 }
 
-__device__ __forceinline__ void ask_for_range(const DecodeParams& p, const RangeInfo& info, Next& next, int lane) {
-  next.stage = 1;
-  if (info.ranges > info.ctas && lane == 0) next.grabbed = atomicInc(p.counters + p.max_ranges, info.ranges - 1);
+__device__ __forceinline__ Record fetch_record(const DecodeParams& p, int range, int lane) {
+  return {__ldg(reinterpret_cast<const int*>(p.plan + range) + lane), __ldg(p.plan[range].entries + lane)};
 }
 
-__device__ __forceinline__ void fetch_record(const DecodeParams& p, Next& next, int range, int lane) {
-  next.range = range, next.stage = 2;
-  if (range < 0) return;
-  next.words = __ldg(reinterpret_cast<const int*>(p.plan + range) + lane);
-  next.entries = __ldg(p.plan[range].entries + lane);
-}
-
-__device__ __forceinline__ void learn_range(const DecodeParams& p, const RangeInfo& info, Next& next, int lane) {
-  const int number = info.ctas + static_cast<int>(__shfl_sync(~0u, next.grabbed, 0));
-  fetch_record(p, next, info.ranges > info.ctas && number < info.ranges ? number : -1, lane);
-}
-
-// Load the tiles up to `end` of the current pair.
-__device__ __forceinline__ void load_segment(const DecodeParams& p, Shared& shared, Walk& walk, Next& next,
-                                             const RangeInfo& info, Ring& ring, int end, int head, uint64_t policy,
-                                             int lane) {
+// Load the tiles up to `end` of the current pair. Each of the first kLoads lanes waits for a slot of its own and starts
+// that tile's copies, since a warp that takes tile after tile is hardly faster than memory at refilling the ring.
+__device__ __forceinline__ void load_segment(const DecodeParams& p, Shared& shared, Walk& walk, Ring& ring, int end,
+                                             int head, uint64_t policy, int lane) {
+  const int ahead = kLoads > 1 ? lane : 0;
   int tile = walk.tile;
-  const int range_end = tile + walk.left;
   while (tile < end) {
     const int batch_end = min(end, (walk.first_block + 32) * kTilesPerBlock);
-    const int look_ahead = min(batch_end - 1, tile + 8);  // the first loads are on their way by then
     const float2 scales = load_scales(p, walk.entries, head);
-    for (; tile < batch_end; ++tile) {
-      const int from = tile / kTilesPerBlock - walk.first_block;
+    for (bool first = true; tile < batch_end; first = false) {
+      const int count = min(batch_end - tile, kLoads), own = tile + ahead, from = own / kTilesPerBlock - walk.first_block;
       const uint32_t entry = __shfl_sync(~0u, walk.entries, from);
-      float2 own = {1.0f, 1.0f};
-      if (kFp8) own = {__shfl_sync(~0u, scales.x, from), __shfl_sync(~0u, scales.y, from)};
-      barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
-      load_tile(p, shared, ring.slot, entry, tile % kTilesPerBlock, head, own, policy, lane);
-      advance(ring, 1);
-      if (tile == look_ahead) walk.following = load_following(p, walk, end, lane);
-      if (next.stage == 0 && range_end - tile <= 10) ask_for_range(p, info, next, lane);
-      if (next.stage == 1 && range_end - tile <= 4) learn_range(p, info, next, lane);
+      float2 own_scales = {1.0f, 1.0f};
+      if (kFp8) own_scales = {__shfl_sync(~0u, scales.x, from), __shfl_sync(~0u, scales.y, from)};
+      Ring slot = ring;
+      advance(slot, ahead);
+      bool waits = ahead < count;
+      while (__any_sync(~0u, waits)) {
+        if (!waits || !barrier_tested(&shared.empty[slot.slot], slot.parity ^ 1)) continue;
+        load_tile(p, shared, slot.slot, entry, own % kTilesPerBlock, head, own_scales, policy, lane);
+        waits = false;
+      }
+      advance(ring, count);
+      tile += count;
+      if (first) walk.following = load_following(p, walk, end, lane);  // the first loads are on their way by now
     }
     walk.entries = walk.following;
     walk.first_block += 32;
@@ -206,15 +195,15 @@ __device__ __forceinline__ void next_pair(Walk& walk, int lane) {
 }
 
 // Stand at the beginning of the range whose record has arrived.
-__device__ __forceinline__ RangeInfo begin_range(const DecodeParams& p, Walk& walk, const Next& next, int lane) {
-  const auto word = [&](int at) { return __shfl_sync(~0u, next.words, at); };
+__device__ __forceinline__ RangeInfo begin_range(const DecodeParams& p, Walk& walk, const Record& record, int lane) {
+  const auto word = [&](int at) { return __shfl_sync(~0u, record.words, at); };
   walk.list = plan_sequences(p.plan, p.max_ranges);
   walk.left = word(0), walk.index = word(1), walk.pair = word(2), walk.tile = word(3);
-  walk.sequence = unpack_sequence(__shfl_down_sync(~0u, next.words, 8));
-  walk.entries = next.entries;
+  walk.sequence = unpack_sequence(__shfl_down_sync(~0u, record.words, 8));
+  walk.entries = record.entries;
   walk.first_block = walk.tile / kTilesPerBlock;
   if (walk.left) walk.ahead = load_ahead(walk, lane);
-  return {next.range, walk.left, {word(4), word(5)}, {word(6), word(7)}, word(16), word(17), word(18)};
+  return {static_cast<int>(blockIdx.x), walk.left, {word(4), word(5)}, {word(6), word(7)}, word(16)};
 }
 
 __device__ __forceinline__ void publish(const DecodeParams& p, Shared& shared, const Segment& segment, int number,
@@ -226,25 +215,20 @@ __device__ __forceinline__ void publish(const DecodeParams& p, Shared& shared, c
   load_queries(p, shared, segment, at, lane);
 }
 
-// From the CTA's own range to the last that is to be had. `next` is its own, already asked for.
-__device__ void load_all(const DecodeParams& p, Shared& shared, Next next, int lane) {
+// The CTA's range, whose record was asked for.
+__device__ void load_all(const DecodeParams& p, Shared& shared, const Record& record, int lane) {
   Walk walk;
   Ring ring = {0, 0};
   int number = 0, item = 0;
-  const uint64_t streamed = streamed_policy(), normal = normal_policy();
-  while (next.range >= 0) {
-    const RangeInfo info = begin_range(p, walk, next, lane);
-    if (walk.left == 0) break;
-    next.stage = 0;
-    while (walk.left > 0) {
-      const int end = min(walk.sequence.last_tile, walk.tile + walk.left);
-      const Segment segment = describe(walk, info, end, item);
-      publish(p, shared, segment, number++, lane);
-      const uint64_t policy = info.all_items <= kStreamedTiles ? streamed : normal;
-      load_segment(p, shared, walk, next, info, ring, end, segment.head, policy, lane);
-      walk.left -= end - walk.tile, item += end - walk.tile;
-      next_pair(walk, lane);
-    }
+  const RangeInfo info = begin_range(p, walk, record, lane);
+  const uint64_t policy = info.all_items <= kStreamedTiles ? streamed_policy() : normal_policy();
+  while (walk.left > 0) {
+    const int end = min(walk.sequence.last_tile, walk.tile + walk.left);
+    const Segment segment = describe(walk, info, end, item);
+    publish(p, shared, segment, number++, lane);
+    load_segment(p, shared, walk, ring, end, segment.head, policy, lane);
+    walk.left -= end - walk.tile, item += end - walk.tile;
+    next_pair(walk, lane);
   }
   Segment stop = {};
   stop.stop = 1;

@@ -120,20 +120,6 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& p, Shared& share
   }
 }
 
-// Whether this is the last range of a pair's to come here; what the others wrote is then visible to all its threads.
-__device__ __forceinline__ bool is_last_sharer(const DecodeParams& p, Shared& shared, const Segment& segment,
-                                               int thread) {
-  sync_computing();
-  if (thread == 0) {
-    uint32_t before;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(before) : "l"(p.counters + segment.first_range), "r"(segment.sharers - 1) : "memory");
-    shared.arrived = before;
-  }
-  sync_computing();
-  return shared.arrived == segment.sharers - 1;
-}
-
 constexpr int kJoined = kSuperRows * kDim / 4 * 4 >= kThreads * 3 ? 4 : 2;  // columns a thread takes
 constexpr int kAtOnce = 16;                                                 // partials whose loads overlap
 
@@ -187,5 +173,21 @@ __device__ __forceinline__ void join_ranges(const DecodeParams& p, const Segment
 #pragma unroll
     for (int j = 0; j < kJoined; ++j) sum.x[j] *= factor;
     store_out(p, place, column, sum.x);
+  }
+}
+
+// At the CTA's end, once for all pairs that it shares, since a fence takes long while memory is busy: who comes last to a
+// pair joins it. What the others wrote is then visible to all threads.
+__device__ __forceinline__ void join_pending(const DecodeParams& p, Shared& shared, int pending, int thread) {
+  if (thread < pending) {
+    const Segment& segment = shared.pending[thread];
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(shared.arrived[thread])
+                 : "l"(p.counters + segment.first_range), "r"(segment.sharers - 1) : "memory");
+  }
+  sync_computing();
+  for (int i = 0; i < pending; ++i) {
+    const Segment segment = shared.pending[i];
+    if (shared.arrived[i] == segment.sharers - 1) join_ranges(p, segment, thread);
   }
 }

@@ -17,8 +17,8 @@ TILE = 16
 MAX_SLOT_BYTES = 192 * 1024
 """More in flight than this gains nothing."""
 
-_SEGMENTS = 2
-_SEGMENT_BYTES = 56
+_SEGMENTS, _PENDING = 2, 2
+_SEGMENT_BYTES = 52
 _EXCHANGE_BYTES = 20480
 BULK_COPIES = ("sm_90", "sm_100", "sm_103")
 """Architectures where one thread's cp.async.bulk beats a warp's cp.async; sm_120 has both and prefers the latter."""
@@ -32,9 +32,6 @@ class Tuning:
     slots      K and V tiles in shared memory
     min_items  tiles of K and V that are worth a thread block of its own; at least 4
     ctas       thread blocks
-    spare      64ths of the tiles that go, in short ranges, to whoever is done first; at most 48
-    spare_from tiles a thread block must have for that
-    spare_items tiles of such a range
     evict      K and V pass the L2 cache as the first to be evicted, where that was seen to gain (decode_async.cuh)
     mixed      FP8 blocks may be met
     extra      further macros, for measuring
@@ -44,9 +41,6 @@ class Tuning:
     slots: int | None = None
     min_items: int = 8
     ctas: int | None = None
-    spare: int = 0
-    spare_from: int = 96
-    spare_items: int = 16
     evict: bool = True
     mixed: bool = False
     extra: tuple[str, ...] = ()
@@ -63,7 +57,7 @@ class DecodeShape:
     max_query_tokens: int
     mixed: bool
     features: bool
-    most_tiles: int = 4
+    most_tiles: int = 2
 
     @property
     def rows(self) -> int:
@@ -72,9 +66,11 @@ class DecodeShape:
 
     @property
     def query_tiles(self) -> int:
-        """Tensor core tiles that share what is loaded of K and V, each a warp's."""
-        rows = self.group * self.max_query_tokens
-        return min(1 if rows <= TILE else 2 if rows <= 2 * TILE else 4, self.most_tiles)
+        """Tensor core tiles that share what is loaded of K and V, each a warp's.
+
+        Four would load K and V less often, but leave a CTA too few warps to have enough in flight (decode_h200.md).
+        """
+        return min(1 if self.group * self.max_query_tokens <= TILE else 2, self.most_tiles)
 
     @property
     def super_rows(self) -> int:
@@ -102,7 +98,8 @@ class DecodeShape:
     def fixed_bytes(self, warps: int) -> int:
         """Shared memory beside the slots, rounded up generously."""
         queries = _SEGMENTS * self.super_rows * self.head_dim * 2
-        return queries + self.exchange_bytes(warps) + _SEGMENTS * (_SEGMENT_BYTES + 16) + 512
+        segments = _SEGMENTS * (_SEGMENT_BYTES + 16) + _PENDING * (_SEGMENT_BYTES + 4)
+        return queries + self.exchange_bytes(warps) + segments + 512
 
     def shared_bytes(self, streams: int, slots: int) -> int:
         """Dynamic shared memory of the kernel; each slot has an info of 12 bytes and two barriers."""
@@ -131,7 +128,7 @@ def can_take(layout: PagedLayout, layer: int, num_q_heads: int, max_query_tokens
 
 def fitted(shape: DecodeShape, shared_limit: int) -> DecodeShape:
     """The shape with as many query tiles as leave room for a ring of K and V."""
-    for tiles in (4, 2, 1):
+    for tiles in (2, 1):
         shape = replace(shape, most_tiles=tiles)
         if shape.most_slots(2, shared_limit) >= 4:
             break

@@ -37,7 +37,7 @@ struct Shared {
   long long tiles_before[kMaxSequences + 1];
   Place places[kMaxRanges + 1];
   Sums scan[kThreads / 32], all;
-  int count, uneven, ctas, ranges;
+  int count, uneven, ranges;
 };
 
 __device__ Sums operator+(const Sums& a, const Sums& b) {
@@ -158,21 +158,6 @@ __device__ int choose_ctas(const Kind& kind, const Shared& shared) {
   return wanted;
 }
 
-// Ranges in all: where CTAs have much to do, their last part is handed out in short ones.
-__device__ int choose_ranges(const Kind& kind, const Shared& shared) {
-  const long long tiles = shared.tiles_before[shared.count], spare = tiles * kind.spare / 64;
-  if (tiles < (long long)kind.spare_from * shared.ctas) return shared.ctas;
-  return static_cast<int>(min(spare / kind.spare_items, (long long)kind.max_ranges - shared.ctas)) + shared.ctas;
-}
-
-// The weight before range r: the CTAs' ranges are equal among themselves, and so are the others.
-__device__ long long weight_before(const Kind& kind, const Shared& shared, int r) {
-  const long long all = shared.weight_before[shared.count];
-  const int ctas = shared.ctas, others = shared.ranges - ctas;
-  const long long firm = others ? all - all * kind.spare / 64 : all;
-  return r <= ctas ? firm * r / ctas : firm + (all - firm) * (r - ctas) / others;
-}
-
 // The last sequence that begins at or before `weight`.
 __device__ int find_sequence(const Shared& shared, long long weight) {
   int low = 0, high = shared.count - 1;
@@ -191,7 +176,7 @@ __device__ void cut(const PlanParams& p, const Kind& kind, Shared& shared) {
   for (int c = mixed ? threadIdx.x >> 5 : threadIdx.x; c <= ranges; c += step) {
     Place place = {shared.tiles_before[count], count, 0, 0};
     if (c < ranges) {
-      const long long weight = weight_before(kind, shared, c);
+      const long long weight = shared.weight_before[count] * c / ranges;
       const int index = find_sequence(shared, weight), each = shared.weight[index];
       const Sequence& s = shared.list[index];
       const long long within = weight - shared.weight_before[index];
@@ -235,8 +220,8 @@ __device__ Place find_pair(const Shared& shared, long long tile) {
 }
 
 __device__ void write_records(const PlanParams& p, const Kind& kind, const Shared& shared, Range* plans) {
-  for (int c = threadIdx.x; c < max(kind.ctas, shared.ranges); c += kThreads) {
-    plans[c].items = 0, plans[c].ctas = shared.ctas, plans[c].ranges = shared.ranges;
+  for (int c = threadIdx.x; c < kind.ctas; c += kThreads) {
+    plans[c].items = 0;
     plans[c].all_items = static_cast<int>(min(shared.all.tiles, 0x7fffffffLL));
     if (c >= shared.ranges) continue;
     const Place& place = shared.places[c];
@@ -247,7 +232,7 @@ __device__ void write_records(const PlanParams& p, const Kind& kind, const Share
     plans[c].last_pair = find_sharers(shared, last.index, last.pair);
     plans[c].sequence = shared.list[place.index];
   }
-  Sequence* list = const_cast<Sequence*>(plan_sequences(plans, kind.max_ranges));
+  Sequence* list = const_cast<Sequence*>(plan_sequences(plans, kind.ctas));
   for (int i = threadIdx.x; i < shared.count; i += kThreads) list[i] = shared.list[i];
   const int tiles_per_block = max(1, p.block_size / 16);
   for (int i = threadIdx.x; i < shared.ranges * kPlanEntries; i += kThreads) {
@@ -264,10 +249,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) plan(const __grid_cons
   Shared& shared = *reinterpret_cast<Shared*>(memory);
   const Kind kind = p.kinds[blockIdx.x];
   list_sequences(p, kind, shared);
-  if (threadIdx.x == 0) {
-    shared.ctas = choose_ctas(kind, shared);
-    shared.ranges = choose_ranges(kind, shared);
-  }
+  if (threadIdx.x == 0) shared.ranges = choose_ctas(kind, shared);
   __syncthreads();
   cut(p, kind, shared);
   write_records(p, kind, shared, reinterpret_cast<Range*>(p.workspace + blockIdx.x * p.kind_bytes));

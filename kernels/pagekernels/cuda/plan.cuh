@@ -4,8 +4,7 @@
 
 // A tile is what a warp takes at a time: 16 tokens of one block (all 8 of a block of 8). A pair is one KV head of one
 // sequence and one run of packed query rows. All tiles of a step lie in one order, (sequence, pair, tile), cut into
-// contiguous ranges: CTA c takes range c, a long one; short ones, after those of the CTAs, go to whoever is done first,
-// since multiprocessors differ in how fast they get at memory. Who takes a range changes nothing in its result.
+// contiguous ranges of equal weight: CTA c takes range c.
 
 constexpr int kPlanEntries = 32;  // table entries copied into a range's record: its first loads wait for nothing else
 constexpr int kMaxSequences = 1024;
@@ -36,9 +35,8 @@ struct Range {
   int tile;           // first tile of that pair
   Sharers first_pair, last_pair;
   Sequence sequence;  // a copy of the first sequence
-  int ctas, ranges;   // in use
   int all_items;      // tiles of all ranges
-  int reserved[13];
+  int reserved[15];
   uint32_t entries[kPlanEntries];  // of the first sequence's table, from the first tile's block on
 };
 static_assert(sizeof(Sequence) == 32 && sizeof(Range) == 256, "decode.py sizes the workspace by these");
@@ -49,11 +47,7 @@ struct Kind {
   int kv_heads, group;
   int rows;           // packed query rows of a run
   int ctas;           // at most so many, the decode kernel's grid
-  int max_ranges;     // records there is room for
   int min_items;      // tiles that are worth a CTA
-  int spare;          // 64ths of the tiles that go to whoever is done first ...
-  int spare_from;     // ... where a CTA has at least so many ...
-  int spare_items;    // ... in ranges of at least so many
   int native_weight;  // bytes of a native tile in FP8 tiles, 0: all blocks are native, do not look
 };
 
