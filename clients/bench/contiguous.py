@@ -25,7 +25,7 @@ import torch
 import transformers
 from slots import Held, Slots
 from torch.nn.functional import scaled_dot_product_attention
-from workloads import Look, Request
+from workloads import TEMPERATURE, Look, Request
 
 from inferd.core.messages import Sampling
 from inferd.model.attention import attending
@@ -34,8 +34,6 @@ from inferd.model.probe import forward
 from inferd.sampler import Row, sample
 from pagekernels.cpu import configure
 from pagekernels.ops import AttentionParams
-
-TEMPERATURE = 0.8
 
 
 class Part(NamedTuple):

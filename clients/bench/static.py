@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import daemons
-from contiguous import TEMPERATURE
-from workloads import Account, Look, Request, Workload, account, distinct
+from workloads import TEMPERATURE, Account, Look, Request, Workload, account, distinct
 
 import cpu
 from pagepool.inferd.v1.generation_service_pb2 import EngineCounters

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+TEMPERATURE = 0.8
+"""What either side samples with."""
 FIRST_ORDINARY_TOKEN = 1000
 """Prompts are made of ids from here on: control tokens and single bytes lie below in most vocabularies."""
 

@@ -18,9 +18,9 @@ from inferd.sampler import Row, sample
 # The benchmarks are programs beside one another; at the end, so that none of them hides a module of that name.
 sys.path.append(str(Path(__file__).parents[2] / "clients" / "bench"))
 
-from contiguous import TEMPERATURE, ContiguousCache, Runner
+from contiguous import ContiguousCache, Runner
 from slots import Slots
-from workloads import Account, Look, Request, Workload, account, distinct
+from workloads import TEMPERATURE, Account, Look, Request, Workload, account, distinct
 
 
 def request(prompt: int, new_tokens: int, seed: int = 0) -> Request:
