@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from memd.core.errors import InvariantError
 from memd.core.values import BlockCopy
 from pagekernels.layout import unpack_entry
 
@@ -23,8 +24,13 @@ def copier_of(slab: Slab) -> Copier:
     """A copier of the one slab of a pool."""
 
     def copy(copies: Sequence[BlockCopy], unit_bytes: int) -> None:
-        if copies:
+        if not copies:
+            return
+        try:
             slab.copy([_run(each, unit_bytes) for each in copies])
+        except Exception as error:
+            # The pool says already what these blocks hold: nobody may ever match them, so memd ends.
+            raise InvariantError(f"{len(copies)} blocks were not copied: {error}") from error
 
     return copy
 

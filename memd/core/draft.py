@@ -141,7 +141,7 @@ class Draft:
         if not count or first + count > len(draft.frames):
             what = f"{count} blocks of table {copy.table_id} are copied from index {first} on, of {len(draft.frames)}"
             raise self._violation(what, "copy blocks that there are, at least one")
-        for index, block_id in enumerate(copy.block_ids, first):
+        for index, block_id in reversed(list(enumerate(copy.block_ids, first))):  # a prefix is eaten from its end
             tokens = min(max(draft.num_tokens - index * self._state.block_size, 0), self._state.block_size)
             self._replace(copy.table_id, index, block_id, tokens)
 
@@ -176,12 +176,12 @@ class Draft:
             raise self._violation(what, "give a block_id if the last block that stays is cut and sealed or shared")
         index, rest = divmod(cut.num_tokens, size)
         kept, written = index + bool(rest), -(-draft.num_tokens // size)
+        for frame in reversed(draft.frames[kept:written]):
+            self._drop(frame, cut.table_id)
         if by_copy:
             self._replace(cut.table_id, index, cut.block_id, rest)
         elif rest and cut.num_tokens < draft.num_tokens:
             self.moves.append(Move(draft.frames[index], draft.frames[index], rest))
-        for frame in reversed(draft.frames[kept:written]):
-            self._drop(frame, cut.table_id)
         del draft.frames[kept:written]
         draft.num_tokens = cut.num_tokens
         draft.cached_tokens = min(draft.cached_tokens, index * size)

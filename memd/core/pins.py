@@ -7,6 +7,7 @@ and for how long.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 from memd.core import errors
@@ -28,7 +29,10 @@ class PrefixPins:
 
     def __init__(self, state: PoolState) -> None:
         self._state = state
-        self._ends: list[tuple[float, int]] = []  # (until, block id), a heap; old entries mean nothing
+        # A heap of (until, number, block id); old entries mean nothing. Of one prefix its last block has the least
+        # number, so that it ends, and may be evicted, first.
+        self._ends: list[tuple[float, int, int]] = []
+        self._numbers = itertools.count()
 
     def pin(self, request: PinRequest, now: float) -> KeptPrefix:
         """Keep the longest sealed prefix of the token ids, its last block included; replaces what was said before."""
@@ -65,7 +69,7 @@ class PrefixPins:
     def tick(self, now: float) -> None:
         """End what has lasted its time."""
         while self._ends and self._ends[0][0] <= now:
-            until, block_id = heapq.heappop(self._ends)
+            until, _, block_id = heapq.heappop(self._ends)
             store = self._state.cut_store()
             frame = store.blocks.frame_of.get(block_id)
             retention = None if frame is None else store.cached.kept.get(frame)
@@ -81,8 +85,9 @@ class PrefixPins:
         return frames
 
     def _note_ends(self, store: BlockStore, frames: Sequence[int], until: float) -> None:
-        for frame in frames:
-            heapq.heappush(self._ends, (until, store.blocks.ids[frame]))
+        for frame in reversed(frames):
+            heapq.heappush(self._ends, (until, next(self._numbers), store.blocks.ids[frame]))
         if len(self._ends) > 2 * store.num_blocks:  # mostly of prefixes that were pinned anew
-            self._ends = [(kept.until, store.blocks.ids[frame]) for frame, kept in store.cached.kept.items()]
+            ends = ((kept.until, store.blocks.ids[frame]) for frame, kept in store.cached.kept.items())
+            self._ends = [(until, next(self._numbers), block_id) for until, block_id in ends]
             heapq.heapify(self._ends)

@@ -78,10 +78,8 @@ class Sharing:
             self._clients.require_readable(lease, frame)
         sources = dict.fromkeys(frames)
         spare = store.available - store.num_evictable(sources)
-        self._clients.require(store, 0, count, spare)
-        for frame in sources:
-            store.touch(frame, now)
-        targets = store.grant(count, (lease_id,), now)
+        self._clients.require(store, count, count, spare)
+        targets = store.grant_beside(count, (lease_id,), sources, now)
         lease.references.update(dict.fromkeys(targets, 1))
         moves = [
             Move(source, target, store.blocks.num_tokens[source])

@@ -94,7 +94,7 @@ class Stepper:
             what = f"{count} tokens are committed to table {table.table_id}, which has room for {room}"
             raise errors.protocol_violation(lease.lease_id, what, "extend the table before its blocks are written")
         holders = self._state.cut_store().blocks.holders
-        for index in range(first // size, -(-(first + count) // size)):
+        for index in range(first // size, -(-(first + count) // size)) if count else ():
             if len(holders[table.frames[index]]) > 1:
                 what = f"tokens are committed to block {index} of table {table.table_id}, which another table has too"
                 raise errors.protocol_violation(lease.lease_id, what, "replace a shared block before it is written")

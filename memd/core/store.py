@@ -88,6 +88,18 @@ class BlockStore:
         self.counters.allocated_blocks += count
         return frames
 
+    def grant_beside(self, count: int, holders: Holders, spared: Collection[int], now: float) -> list[int]:
+        """As `grant`, but no block in the `spared` frames is evicted, whatever its priority; it counts as used."""
+        cached = [frame for frame in spared if not self.blocks.holders[frame]]
+        for frame in cached:
+            self.cached.remove(frame)
+        frames = self.grant(count, holders, now)
+        for frame in reversed(cached):  # a prefix is eaten from its end
+            self.cached.append(frame)
+        for frame in spared:
+            self.blocks.touched[frame] = now
+        return frames
+
     def hold(self, frames: Sequence[int], holders: Holders, now: float) -> None:
         """Add the one reference in `holders` to each of these blocks, which may be cached."""
         held, touched, uncache = self.blocks.holders, self.blocks.touched, self.cached.remove
@@ -96,13 +108,6 @@ class BlockStore:
                 uncache(frame)
             held[frame] += holders
             touched[frame] = now
-
-    def touch(self, frame: int, now: float) -> None:
-        """A block is used without being held: if it is cached, it is the last to be evicted now."""
-        self.blocks.touched[frame] = now
-        if not self.blocks.holders[frame]:
-            self.cached.remove(frame)
-            self.cached.append(frame)
 
     def keep(self, frame: int, retention: Retention | None, now: float) -> None:
         """Give a sealed block this retention, or none; if it is cached, that is a use of it."""

@@ -9,6 +9,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -243,7 +244,7 @@ class Model:
                 self.leases[lease_id].ids.remove(new_id)
                 self.fork(table_id, new_id)
             case CopyOnWrite(table_id, first, ids):
-                for index, one in enumerate(ids, first):
+                for index, one in reversed(list(enumerate(ids, first))):
                     self.replace(table_id, index, one, SIZE)
             case Take(table_id, ids):
                 for one in ids:
@@ -289,12 +290,12 @@ class Model:
 
     def truncate(self, table_id: int, count: int, one: int) -> None:
         table = self.tables[table_id]
+        for index in range(-(-len(table.tokens) // SIZE) - 1, -(-count // SIZE) - 1, -1):
+            self.release(table.blocks.pop(index), (table.lease, table_id))
         if one:
             self.replace(table_id, count // SIZE, one, count % SIZE)
         elif count % SIZE and count < len(table.tokens):
             del self.blocks[table.blocks[count // SIZE]].tokens[count % SIZE :]
-        for index in range(-(-len(table.tokens) // SIZE) - 1, -(-count // SIZE) - 1, -1):
-            self.release(table.blocks.pop(index), (table.lease, table_id))
         del table.tokens[count:]
         table.cached = min(table.cached, count // SIZE * SIZE)
 
@@ -382,12 +383,12 @@ class Model:
     def client_copies(self, lease_id: int, ids: Sequence[int], now: float) -> Any:
         self.readable(lease_id, ids, now)
         spare = self.available - sum(map(self.is_spare, set(ids)))
-        self.require(0, len(ids), spare)
-        for one in dict.fromkeys(ids):
-            if one in self.cached:
-                self.cached.remove(one)
-                self.cached.append(one)
+        self.require(len(ids), len(ids), spare)
+        spared = [one for one in dict.fromkeys(ids) if one in self.cached]
+        for one in spared:
+            self.cached.remove(one)
         made = self.grant(len(ids), (lease_id, 0))
+        self.cached += reversed(spared)
         self.order[lease_id] += made
         for source, target in zip(ids, made, strict=True):
             self.copy(source, target, SIZE)
@@ -638,7 +639,7 @@ class Model:
 
     def tick(self, now: float) -> list[tuple[int, LeaseState]]:
         over = [(until, one) for one, (_, _, until) in self.kept.items() if until <= now]
-        for _, one in sorted(over):
+        for _, one in sorted(over, key=itemgetter(0)):  # of one prefix the last block first, as it was pinned
             self.keep(one, None)
         late = [
             one for one, lease in self.leases.items() if now >= lease.deadline and lease.state is not LeaseState.LOST

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from memd.copying import copier_of
 from memd.core.cached import CachedFrames
 from memd.core.errors import InvariantError
 from memd.core.geometry import Geometry
+from memd.core.operations import Fork, ReserveRequest
 from memd.core.pins import PrefixPins
 from memd.core.pool import Pool
 from memd.core.store import BlockStore
@@ -59,6 +62,81 @@ def test_a_copy_evicts_others_but_never_its_sources(pool: Pool, client: int) -> 
         pool.sharing.copy_blocks(client, [tail[0]] * 2, 2.0)
     assert caught.value.reason is Reason.POOL_EXHAUSTED
     assert caught.value.metadata["available"] == "1"
+    pool.check()
+
+
+def test_a_copy_spares_its_sources_whatever_their_priority(pool: Pool, client: int) -> None:
+    ids = serve(pool, A)
+    wanted = serve(pool, Z)
+    pool.prefixes.pin(PinRequest(A, 10.0, b"", -1), 0.0)
+    pool.allocate_blocks(client, 2, 0.0)
+    run, copies = pool.sharing.copy_blocks(client, ids[:2], 1.0)
+    assert [is_there(pool, one) for one in (*ids, *wanted)] == [True, True, False, False, True, True]
+    assert [pool.block(one, 1.0).num_tokens for one in run.block_ids] == [B, B]
+    assert len({each for one in copies for each in (one.source, one.target)}) == 4
+    pool.check()
+
+
+def evict_one(pool: Pool, client: int) -> None:
+    pool.allocate_blocks(client, pool.usage().free + 1, 9.0)
+
+
+def matched(pool: Pool, client: int, tokens: list[int]) -> int:
+    """Blocks that a table with these tokens finds."""
+    table = pool.create_table(client, TableRequest([*tokens, 0], 1), 9.0)
+    pool.release_table(client, table.table_id, 9.0)
+    return table.cached_tokens // B
+
+
+def test_a_prefix_whose_pin_has_ended_is_eaten_from_its_end(pool: Pool, client: int) -> None:
+    serve(pool, A)
+    pool.prefixes.pin(PinRequest(A, 5.0, pinned=True), 0.0)
+    pool.tick(5.0)
+    evict_one(pool, client)
+    assert matched(pool, client, A) == 3
+
+
+def test_a_prefix_whose_head_was_copied_is_eaten_from_its_end(pool: Pool, client: int) -> None:
+    ids = serve(pool, Z)
+    pool.free_blocks(client, pool.sharing.copy_blocks(client, ids, 0.0)[0].block_ids, 0.0)
+    evict_one(pool, client)
+    assert matched(pool, client, Z) == 1
+
+
+def test_what_a_truncated_table_leaves_is_eaten_from_its_end(pool: Pool, client: int) -> None:
+    serve(pool, A)
+    table = pool.create_table(client, TableRequest([*A, 0], 5), 0.0)
+    pool.sharing.truncate_table(client, table.table_id, B + 4, 0.0)
+    evict_one(pool, client)
+    assert matched(pool, client, A) == 3
+    pool.check()
+
+
+def test_a_copy_of_bytes_that_fails_is_the_end_of_memd(pool: Pool, client: int) -> None:
+    class Broken:
+        def copy(self, runs: Sequence[tuple[int, int, int]]) -> None:
+            raise OSError(f"{len(runs)} runs are lost")
+
+    _, copies = pool.sharing.copy_blocks(client, serve(pool, Z), 0.0)
+    with pytest.raises(InvariantError, match="2 blocks were not copied: 2 runs are lost"):
+        copier_of(Broken())(copies, pool.unit_bytes)
+
+
+def test_more_copies_than_the_pool_has_blocks_are_refused_for_good(pool: Pool, client: int) -> None:
+    ids = serve(pool, Z)
+    with pytest.raises(PagepoolError) as caught:
+        pool.sharing.copy_blocks(client, ids * 5, 0.0)
+    assert caught.value.reason is Reason.REQUEST_TOO_LARGE
+
+
+def test_an_empty_commit_to_a_shared_block_writes_nothing(pool: Pool) -> None:
+    worker = pool.attach("worker", "lock", 100.0, 0.0).lease.lease_id
+    asked = Step(1, creates=[TableRequest([1, 2, 3], 1, no_match=True)], reserves=[ReserveRequest(0, 1)])
+    table, reserve = pool.step(worker, asked, 0.0).grants
+    pool.step(worker, Step(2, [Commit(table.table_id, [1, 2])]), 0.0)
+    pool.step(worker, Step(3, operations=[Fork(table.table_id, reserve.table_id)]), 0.0)
+    pool.step(worker, Step(4, [Commit(table.table_id, [])]), 0.0)
+    assert list(pool.table(table.table_id, 0.0).token_ids) == [1, 2]
     pool.check()
 
 
@@ -140,7 +218,11 @@ def pops_the_most_wanted(frames: CachedFrames) -> int:
 @pytest.mark.parametrize(
     ("place", "wrong", "test"),
     [
-        ((BlockStore, "touch"), lambda *_: None, test_a_copy_evicts_others_but_never_its_sources),
+        (
+            (BlockStore, "grant_beside"),
+            lambda self, count, holders, _, now: self.grant(count, holders, now),
+            test_a_copy_evicts_others_but_never_its_sources,
+        ),
         (
             (BlockStore, "num_evictable"),
             lambda self, frames: sum(not self.blocks.holders[frame] for frame in frames),

@@ -286,6 +286,7 @@ class PoolServiceServicer:
         FAILED_PRECONDITION / LEASE_IS_WORKERS: a worker copies on its own stream and says so in a Step.
         FAILED_PRECONDITION / BLOCK_NOT_SEALED: only its own lease can copy a block that may still be written.
         RESOURCE_EXHAUSTED / POOL_EXHAUSTED: too few free and cached blocks; nothing was copied; retry after RetryInfo.
+        INVALID_ARGUMENT / REQUEST_TOO_LARGE: more copies than the whole pool has blocks.
         INVALID_ARGUMENT / INVALID_FIELD: no block, or more than 32 MiB of blocks (one is always possible); copy the
         rest in further calls.
         """
