@@ -78,8 +78,9 @@ class PrefixPins:
                 self._state.version += 1
 
     def _matched(self, store: BlockStore, token_ids: Sequence[int], salt: bytes) -> list[int]:
-        # One token more, so that the last block is found too.
-        frames = store.index.match(pack_checked(token_ids, salt) + bytes(TOKEN_BYTES), salt)
+        # What no pool of this size can hold is not looked at. One token more, so that the last block is found too.
+        packed = pack_checked(token_ids[: store.num_blocks * self._state.block_size], salt)
+        frames = store.index.match(packed + bytes(TOKEN_BYTES), salt)
         if not frames:
             raise errors.prefix_not_found(len(token_ids), self._state.block_size)
         return frames
