@@ -155,7 +155,10 @@ class EngineChannel:
         try:
             with self._socket.makefile("rb") as stream:
                 while len(head := stream.read(_LENGTH.size)) == _LENGTH.size:
-                    body = stream.read(_LENGTH.unpack(head)[0])
+                    size = _LENGTH.unpack(head)[0]
+                    body = stream.read(size)
+                    if len(body) < size:  # the front was killed while it wrote
+                        break
                     receive(decode(body))
         except OSError:  # a front killed with unread messages resets the connection
             pass

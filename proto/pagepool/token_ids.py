@@ -15,6 +15,8 @@ TOKEN_BYTES = 4
 
 def pack(token_ids: Sequence[int]) -> bytes:
     """The ids as bytes. ValueError or TypeError if one is no unsigned 32-bit integer."""
+    if isinstance(token_ids, (bytes, bytearray, memoryview)):
+        raise TypeError("token ids are given as bytes, which may mean one id each or four bytes of one; give numbers")
     try:
         return _little_endian(array("I", token_ids)).tobytes()
     except OverflowError as error:

@@ -140,6 +140,17 @@ async def test_what_the_socket_takes_in_parts_arrives_whole_and_in_order(
     assert [await anext(front) for _ in sent] == sent
 
 
+def test_a_frame_that_was_cut_off_is_no_message() -> None:
+    ours, theirs = socket.socketpair()
+    inbox: queue.Queue[Any] = queue.Queue()
+    engine = EngineChannel(theirs)
+    engine.start(inbox.put)
+    ours.sendall(encode(MESSAGES[0])[:-8])
+    ours.close()
+    assert inbox.get(timeout=5) is None
+    engine.close()
+
+
 async def test_the_engine_is_told_that_the_front_is_gone(
     ends: tuple[FrontChannel, EngineChannel, queue.Queue[Any]],
 ) -> None:

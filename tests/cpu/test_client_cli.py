@@ -32,6 +32,7 @@ from pagepool.memd.v1.types_pb2 import (
 )
 from pagepool.status import to_status
 from pagepool_client.cli.block_map import Snapshot, draw
+from pagepool_client.cli.generate import KINDS
 
 add_inferd: Any = pb_grpc.add_GenerationServiceServicer_to_server
 
@@ -153,11 +154,34 @@ def test_generate_passes_penalties_bias_and_logprobs_on(inferd: ScriptedInferd, 
     assert (request.HasField("logprobs"), request.logprobs, request.prompt_logprobs) == (True, 0, 3)
 
 
+def test_prompt_logprobs_are_called_in_json_as_in_the_proto() -> None:
+    events = [field.message_type for field in pb.GenerateResponse.DESCRIPTOR.oneofs_by_name["event"].fields]
+    names = [field.name for field in pb.GenerateResponse.DESCRIPTOR.oneofs_by_name["event"].fields]
+    assert [KINDS[event.name] for event in events if event is not None] == names
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--ttl", "nan"], "--ttl is nan"),
+        (["--ttl", "inf"], "--ttl is inf"),
+        (["--priority", "1099511627776"], "--priority is 1099511627776"),
+        (["--salt", "\udcff"], "--salt is"),
+    ],
+)
+def test_flags_of_pin_that_no_message_can_carry_are_refused(start: Start, flags: list[str], line: str) -> None:
+    process = start("pin", "hi", *flags)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (2, "")
+    assert line in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
         (["--logprobs", "2"], "--logprobs is given without --json"),
-        (["--prompt-logprobs", "0"], "--logprobs is given without --json"),
+        (["--prompt-logprobs", "0"], "--prompt-logprobs is given without --json"),
         (["--logit-bias", "the=1"], "'the=1' is not ID=BIAS, such as 42=-100"),
         (["--logit-bias", "7"], "'7' is not ID=BIAS"),
     ],

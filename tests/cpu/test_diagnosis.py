@@ -90,6 +90,13 @@ def short_scene(tokens: int, count: int = 40, **changes: Any) -> Scene:
     return scene
 
 
+def test_blocks_written_in_part_of_which_no_table_is_left_are_no_advice() -> None:
+    scene = Scene(block_size=128)
+    for _ in range(40):
+        scene.block(BLOCK_STATE_HELD, 20, [(7, 0)])
+    assert "waste_inside_blocks" not in [code for code, _ in codes(scene.seen())]
+
+
 def test_short_sequences_in_large_blocks_ask_for_smaller_ones() -> None:
     seen = short_scene(20).seen()
     assert codes(seen) == [("waste_inside_blocks", "advice")]

@@ -24,6 +24,11 @@ def test_an_id_of_more_than_32_bits_is_refused(token: int) -> None:
         pack([1, token])
 
 
+def test_bytes_are_no_token_ids() -> None:
+    with pytest.raises(TypeError, match="give numbers"):
+        pack(bytes(4))
+
+
 def test_a_part_of_an_id_is_refused() -> None:
     with pytest.raises(ValueError, match="7 bytes"):
         unpack(bytes(7))

@@ -55,8 +55,8 @@ def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
         if isinstance(message, ChatMessage):
             found.append(message)
         elif set(message) == {"role", "content"}:
-            role = _text(f"messages[{index}].role", message["role"])
-            found.append(ChatMessage(role=role, content=_text(f"messages[{index}].content", message["content"])))
+            role = valid_text(f"messages[{index}].role", message["role"])
+            found.append(ChatMessage(role=role, content=valid_text(f"messages[{index}].content", message["content"])))
         else:
             limit = "a mapping with exactly the keys role and content"
             raise invalid_field(f"messages[{index}]", sorted(message), limit, "correct it")
@@ -81,7 +81,7 @@ def generate_request(
         _put(request.sampling, name, options)
     if prompt is not None:
         special = options.get("parse_special_tokens", False)
-        request.text.CopyFrom(TextPrompt(text=_text("prompt", prompt), parse_special_tokens=special))
+        request.text.CopyFrom(TextPrompt(text=valid_text("prompt", prompt), parse_special_tokens=special))
     elif messages is not None:
         request.chat.CopyFrom(ChatPrompt(messages=chat_messages(messages)))
     elif token_ids is not None:
@@ -93,7 +93,7 @@ def _prompts(prompt: object, messages: object, token_ids: object) -> dict[str, o
     return {"prompt": prompt, "messages": messages, "token_ids": token_ids}
 
 
-def _text(name: str, value: str) -> str:
+def valid_text(name: str, value: str) -> str:
     """The text, if the wire can carry it: half a surrogate pair, as undecodable bytes become in Python, it cannot."""
     try:
         value.encode()

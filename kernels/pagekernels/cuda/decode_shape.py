@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pagekernels.layout import Format, PagedLayout
 
 MAX_QUERY_TOKENS = 64
-"""Query tokens of a sequence that the kernel is made for; more are right but read K and V once per 64 packed rows."""
+"""Query tokens of a sequence that the kernel is made for; more are right but read K and V once per 32 packed rows."""
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 MAX_GROUP = 16

@@ -28,8 +28,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Stream the continuation to standard output, and say on standard error what it used."""
-    if not args.json and (args.logprobs, args.prompt_logprobs) != (None, None):
-        raise invalid_field("--logprobs", "given without --json", "given with it", "add --json, which shows them")
+    for flag, value in (("--logprobs", args.logprobs), ("--prompt-logprobs", args.prompt_logprobs)):
+        if value is not None and not args.json:
+            raise invalid_field(flag, "given without --json", "given with it", "add --json, which shows them")
     text = sys.stdin.read() if args.text == "-" else args.text
     with InferenceClient(places.inferd_target(args)) as client:
         watch = Stopwatch()
@@ -50,7 +51,13 @@ def _generation(client: InferenceClient, text: str, args: argparse.Namespace) ->
     return client.generate(text, **options(args))
 
 
+KINDS = {
+    f"Generate{name.title().replace('_', '')}": name for name in ("started", "tokens", "finished", "prompt_logprobs")
+}
+"""What GenerateResponse calls its events."""
+
+
 def _print_events(generation: Generation, terminal: Terminal) -> None:
     for event in generation:
-        kind = type(event).__name__.removeprefix("Generate").lower()
+        kind = KINDS[type(event).__name__]
         terminal.line(json.dumps({kind: plain(event)}, ensure_ascii=False))

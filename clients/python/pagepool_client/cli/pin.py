@@ -12,6 +12,10 @@ from pagepool_client.cli.terminal import Terminal
 from pagepool_client.inference import InferenceClient
 from pagepool_client.lease_words import Retention
 from pagepool_client.pool import PoolClient
+from pagepool_client.prompts import valid_text
+
+MOST_TTL_S = 1e9
+"""More than memd ever keeps a prefix, and no more than its message can say."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,6 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Say how a prefix is kept, and on standard output how much of it there was."""
+    _check(args)
     with PoolClient(places.memd_target(args)) as client:
         token_ids, salt = _token_ids(client, args), args.salt.encode()
         if args.off:
@@ -46,6 +51,22 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         how = "pinned" if retention.pinned else f"kept with priority {retention.priority}"
         terminal.line(f"{_size(kept.num_tokens, kept.num_blocks, token_ids)} {how} until {until}")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What cannot even be asked; memd says what it does not do."""
+    if not 0 <= args.ttl <= MOST_TTL_S:
+        limit = f"a number of seconds from 0 to {MOST_TTL_S:.0f}"
+        raise invalid_field("--ttl", args.ttl, limit, "pin again before it ends")
+    for flag, value, least, most in (
+        ("--priority", args.priority, -(2**31), 2**31 - 1),
+        ("--table", args.table, 0, 2**64 - 1),
+    ):
+        if value is not None and not least <= value <= most:
+            raise invalid_field(flag, value, f"from {least} to {most}", "correct it")
+    valid_text("--salt", args.salt)
+    if args.text is not None:
+        valid_text("TEXT", args.text)
 
 
 def _size(num_tokens: int, num_blocks: int, token_ids: list[int]) -> str:

@@ -83,9 +83,10 @@ def waste_inside_blocks(case: Case) -> Finding | None:
     good = [smaller for smaller, slots in waste.items() if 20 * slots <= figures.tokens + slots]
     # The largest that wastes at most 5 %; else the one that wastes least, the larger of equals.
     best = good[0] if good else min(waste, key=lambda smaller: (waste[smaller], -smaller), default=size_now)
-    if best == size_now or 4 * waste[best] > 3 * figures.tail_slots:
-        return None  # smaller blocks would save less than a quarter of it
     lengths = sorted(table.num_tokens for table in tables if table.num_tokens)
+    # Smaller blocks would save less than a quarter of it, or no table has those blocks (any more).
+    if best == size_now or 4 * waste[best] > 3 * figures.tail_slots or not lengths:
+        return None
     median = lengths[(len(lengths) - 1) // 2]
     detail = (
         f"{figures.tail_slots:,} of {written:,} slots in written blocks ({share(figures.tail_slots, written)}) hold no "
