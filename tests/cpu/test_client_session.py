@@ -22,6 +22,7 @@ from pagepool.memd.v1 import worker_service_pb2 as wire
 from pagepool.memd.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
 from pagepool.pool_values import Capacity, Commit, Draining, Grant, Lost, Refusal, Step, TableRequest
 from pagepool.status import to_status
+from pagepool.token_ids import unpack
 from pagepool_client.session import Attachment, PoolSession
 from pagepool_client.wire import geometry_message
 
@@ -210,7 +211,7 @@ def test_steps_are_numbered_and_answers_become_events_in_order(memd: ScriptedMem
     assert (sent.step_id, list(sent.release_table_ids)) == (1, [2])
     assert sent.commits == [wire.Commit(table_id=3, token_ids=[5, 6])]
     (create,) = sent.creates
-    assert (create.ref, list(create.token_ids), create.num_blocks) == (9, [1, 2, 3], 2)
+    assert (create.ref, unpack(create.packed_token_ids), create.num_blocks) == (9, [1, 2, 3], 2)
     assert (create.salt, create.priority, create.no_match) == (b"s", -1, True)
     assert (session.steps_sent, session.steps_answered, session.unary_calls) == (1, 1, 0)
 
