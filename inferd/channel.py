@@ -16,21 +16,18 @@ import json
 import socket
 import struct
 import threading
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Self
 
 from inferd.core import messages
 from inferd.core.messages import Ending, Finished, ScoredTokens, Submit, TokenLogprobs, Tokens
+from pagepool.token_ids import pack, unpack
 
 Message = Any
 """One of the dataclasses of inferd.core.messages; `encode` refuses anything else."""
 
 _LENGTH = struct.Struct(">I")
-_TOKENS = "I"
-"""array's word for a token id of 32 bits; both ends are of one host."""
-
 _TYPE = "$type"
 _MESSAGES: dict[str, type] = {
     name: value for name, value in vars(messages).items() if isinstance(value, type) and dataclasses.is_dataclass(value)
@@ -48,7 +45,7 @@ def _plain(attached: bytearray, value: object) -> dict[str, object]:
     plain = {_TYPE: name} | {field: getattr(value, field) for field in _FIELDS[name]}
     if isinstance(value, Submit):
         # Numbers of JSON would be read and written one by one, while the prompt's first token is waited for.
-        plain["prompt"] = array(_TOKENS, value.prompt).tobytes()
+        plain["prompt"] = pack(value.prompt)
     return plain
 
 
@@ -63,7 +60,7 @@ def _revive(attached: bytes, plain: dict[str, Any]) -> object:
     if name == Finished.__name__:
         plain["ending"] = Ending(plain["ending"])
     elif name == Submit.__name__:
-        plain["prompt"] = array(_TOKENS, plain["prompt"]).tolist()
+        plain["prompt"] = unpack(plain["prompt"])
     return _MESSAGES[name](**plain)
 
 

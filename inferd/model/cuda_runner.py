@@ -123,7 +123,7 @@ class CudaRunner:
     def capture(self, tell: Callable[[str], None]) -> None:
         """Compile the forward and capture the steps of all sizes; from then on neither happens any more."""
         began = time.perf_counter()
-        tell("compiling the model for the GPU (the first time this takes a minute)")
+        tell("compiling the model for the GPU (some ten seconds the first time)")
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._run(self._short, ShortSteps(self._ops, self._uses, self._short.batch), MIN_ROWS)
             self._stream.synchronize()
