@@ -67,21 +67,30 @@ class Worker:
         return pid
 
     def kill(self) -> None:
-        """SIGKILL, both processes, the engine first, as it holds the blocks."""
+        """SIGKILL, both processes, the engine first, as it holds the blocks.
+
+        Its channels stay open: a call whose own channel is closed under it may be told of that first, as CANCELLED,
+        and not of the worker's end.
+        """
         os.kill(self.engine_pid(), signal.SIGKILL)
         self.process.kill()
-        self.wait()
+        self._reap(30)
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.wait()
 
     def wait(self, timeout_s: float = 30) -> int:
+        """The exit code, once it has ended; its channels are closed then."""
+        code = self._reap(timeout_s)
+        for channel in self.channels:
+            channel.close()
+        return code
+
+    def _reap(self, timeout_s: float) -> int:
         code = self.process.wait(timeout_s)
         if self.process.stdout:
             self.process.stdout.close()
-        for channel in self.channels:
-            channel.close()
         return code
 
 
