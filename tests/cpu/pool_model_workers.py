@@ -1,0 +1,166 @@
+"""The model's answer to workers: their leases and their steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from memd.core.lease import MAX_REPLAYED_STEPS
+from memd.core.values import ExtendRequest, LeaseState, ReserveRequest, Step, TableRequest
+from pagepool.errors import Reason
+from tests.cpu.pool_model_values import SIZE, TIMEOUT, ModelLease, ModelTable, Refused
+
+if TYPE_CHECKING:
+    from tests.cpu.pool_model import Model
+
+
+class Workers:
+    """What a worker's lease may do."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def worker(self, lease_id: int, now: float) -> ModelLease:
+        lease = self.model.leases.get(lease_id)
+        if lease is None or not lease.worker:
+            raise Refused(Reason.LEASE_LOST)
+        self.lose_late(lease_id, now)
+        if lease.state is not LeaseState.LIVE:
+            raise Refused(Reason.LEASE_LOST)
+        return lease
+
+    def lose(self, lease_id: int) -> None:
+        self.model.leases[lease_id].state = LeaseState.LOST
+        self.model.starving.pop(lease_id, None)
+        self.model.counts["lost"] += 1
+
+    def lose_late(self, lease_id: int, now: float) -> None:
+        lease = self.model.leases[lease_id]
+        if lease.state is not LeaseState.LOST and now >= lease.deadline:
+            self.lose(lease_id)
+
+    def attach(self, lock: str, now: float, reclaim: tuple[int, int] | None) -> Any:
+        if reclaim is not None and reclaim[0] == 7 and reclaim[1] in self.model.leases:
+            lease = self.model.leases[reclaim[1]]
+            if lease.worker and lease.lock == lock:
+                self.lose_late(reclaim[1], now)
+                if lease.state is not LeaseState.LOST:
+                    lease.state, lease.deadline, lease.replaying = LeaseState.LIVE, now + TIMEOUT, True
+                    return reclaim[1], True
+        return self.model.new_lease(ModelLease(True, TIMEOUT, now + TIMEOUT, lock)), False
+
+    def step(self, lease_id: int, step: Step, now: float) -> Any:
+        lease = self.worker(lease_id, now)
+        lease.deadline = now + lease.ttl
+        if lease.replaying and step.step_id <= lease.last_step:
+            recent = list(lease.answers)[-MAX_REPLAYED_STEPS:]
+            if step.step_id not in recent:
+                raise Refused(Reason.PROTOCOL_VIOLATION)
+            return lease.answers[step.step_id]
+        if step.step_id != lease.last_step + 1 or not self.lawful(lease_id, step):
+            raise Refused(Reason.PROTOCOL_VIOLATION)
+        lease.last_step, lease.replaying = step.step_id, False
+        self.apply(lease_id, step)
+        answers = [self.answer_create(lease_id, create) for create in step.creates]
+        answers += [self.answer_extend(lease_id, extend) for extend in step.extends]
+        answers += [self.answer_reserve(lease_id, reserve) for reserve in step.reserves]
+        lease.answers[step.step_id] = answers
+        return answers
+
+    def apply(self, lease_id: int, step: Step) -> bool:
+        for commit in step.commits:
+            self.model.commit(self.model.tables[commit.table_id], commit.token_ids)
+        done = self.model.operations.operates(lease_id, step)
+        own = [one for one, table in self.model.tables.items() if table.lease == lease_id]
+        return done and all(extend.table_id in own for extend in step.extends)
+
+    def lawful(self, lease_id: int, step: Step) -> bool:
+        """Tried on a copy: what an operation needs, another one before it may have made."""
+        tried = step.operations or step.releases or step.frees or step.extends
+        return self.commits_are_lawful(lease_id, step) and (not tried or self.model.trial().workers.apply(lease_id, step))
+
+    def commits_are_lawful(self, lease_id: int, step: Step) -> bool:
+        own = {one: table for one, table in self.model.tables.items() if table.lease == lease_id}
+        written: Counter[int] = Counter()
+        for commit in step.commits:
+            written[commit.table_id] += len(commit.token_ids)
+        return (
+            all(one in own for one in written)
+            and all(len(own[one].tokens) + count <= len(own[one].blocks) * SIZE for one, count in written.items())
+            and all(self.is_alone(own[one], count) for one, count in written.items())
+            and not any(extend.num_blocks < 1 for extend in step.extends)
+            and not any(max(reserve.num_blocks, reserve.num_tables) < 1 for reserve in step.reserves)
+        )
+
+    def is_alone(self, table: ModelTable, count: int) -> bool:
+        """Whether nobody else has a block that the next tokens of a table are written to."""
+        end = len(table.tokens) + count
+        written = table.blocks[len(table.tokens) // SIZE : -(-end // SIZE)] if count else []
+        return all(len(self.model.blocks[one].holders) == 1 for one in written)
+
+    def answer_create(self, lease_id: int, request: TableRequest) -> Any:
+        spare, matched, table_id = self.model.try_table(lease_id, request)
+        if table_id is None:
+            return self.refuse(lease_id, request.ref, request.num_blocks, matched, spare)
+        table = self.model.tables[table_id]
+        return "grant", request.ref, table_id, table.cached, *self.model.run(table.blocks), 0
+
+    def answer_extend(self, lease_id: int, request: ExtendRequest) -> Any:
+        table = self.model.tables[request.table_id]
+        if request.num_blocks > self.model.available or len(table.blocks) + request.num_blocks > self.model.total:
+            return self.refuse(lease_id, request.ref, len(table.blocks) + request.num_blocks, 0, self.model.available)
+        ids = self.model.grant(request.num_blocks, (lease_id, request.table_id))
+        table.blocks += ids
+        return "grant", request.ref, request.table_id, 0, *self.model.run(ids), 0
+
+    def answer_reserve(self, lease_id: int, request: ReserveRequest) -> Any:
+        lease = self.model.leases[lease_id]
+        in_all = len(lease.reserve) + request.num_blocks
+        if request.num_blocks > self.model.available or in_all > self.model.total:
+            return self.refuse(lease_id, request.ref, in_all, 0, self.model.available)
+        blocks = self.model.grant(request.num_blocks, (lease_id, 0))
+        lease.reserve += blocks
+        self.model.order[lease_id] += blocks
+        ids = list(range(self.model.next_id, self.model.next_id + request.num_tables))
+        self.model.next_id += request.num_tables
+        lease.ids += ids
+        return "grant", request.ref, ids[0] if ids else 0, 0, *self.model.run(blocks), len(ids)
+
+    def refuse(self, lease_id: int, ref: int, in_all: int, matched: int, spare: int) -> Any:
+        self.model.counts["refused"] += 1
+        if in_all <= self.model.total:
+            least = min(spare, self.model.starving.get(lease_id, (0, spare))[1])
+            self.model.starving[lease_id] = (self.model.counts["returned"], least)
+        return "refusal", ref, in_all > self.model.total, matched + spare
+
+    def news(self) -> list[tuple[int, int]]:
+        told = [
+            (lease, self.model.available)
+            for lease, (returned, spare) in self.model.starving.items()
+            if self.model.counts["returned"] > returned
+            and self.model.available > spare
+            and self.model.leases[lease].state is LeaseState.LIVE
+        ]
+        for lease, _ in told:
+            del self.model.starving[lease]
+        return told
+
+    def process_gone(self, lease_id: int) -> None:
+        lease = self.model.leases.get(lease_id)
+        if lease is not None and lease.worker and lease.state is not LeaseState.LIVE:
+            self.model.counts["lost"] += lease.state is LeaseState.DETACHED
+            self.model.end(lease_id)
+
+    def tick(self, now: float) -> list[tuple[int, LeaseState]]:
+        over = [(until, one) for one, (_, _, until) in self.model.kept.items() if until <= now]
+        for _, one in sorted(over, key=itemgetter(0)):  # of one prefix the last block first, as it was pinned
+            self.model.keep(one, None)
+        late = [
+            one
+            for one, lease in self.model.leases.items()
+            if now >= lease.deadline and lease.state is not LeaseState.LOST
+        ]
+        for one in late:
+            (self.lose if self.model.leases[one].worker else self.model.clients.expire)(one)
+        return [(one, LeaseState.LOST if one in self.model.leases else LeaseState.LIVE) for one in late]
