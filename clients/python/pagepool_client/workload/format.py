@@ -13,7 +13,6 @@ one, as the next turn of a conversation does. `output_tokens` is how many tokens
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -95,29 +94,37 @@ def _text(piece: Piece, vocab_size: int, reserved: frozenset[int]) -> Iterator[i
 
 
 def _request(text: str, place: str) -> WorkloadRequest:
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise PagepoolError(
-            Reason.INVALID_FIELD,
-            f"{place} is no JSON: {error}; write one request a line",
-            field=place,
-            detail=error,
-        ) from error
+    fields = _json(text, place)
     if not isinstance(fields, dict):
         raise invalid_field(place, _shown(fields), "an object", f"write one with {', '.join(FIELDS)}")
     for name in (*FIELDS, *fields):
         if name not in fields:
             raise invalid_field(f"{place}: {name}", "missing", "given", "every request has one")
         if name not in FIELDS:
-            raise invalid_field(f"{place}: {name}", "an unknown field", f"one of {', '.join(FIELDS)}", "leave it out")
+            raise invalid_field(
+                f"{place}: {_shown(name)}", "an unknown field", f"one of {', '.join(FIELDS)}", "leave it out"
+            )
     output = _integer(fields["output_tokens"], f"{place}: output_tokens")
     return WorkloadRequest(_seconds(fields["at"], f"{place}: at"), _prompt(fields["prompt"], place), output)
 
 
+def _json(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        trouble = f"is no JSON: {error}"
+    except ValueError:  # Python reads no integer of more than 4,300 digits
+        trouble = "has a number of thousands of digits"
+    except RecursionError:
+        trouble = "has too many brackets within each other"
+    raise PagepoolError(
+        Reason.INVALID_FIELD, f"{place} {trouble}; write one request a line", field=place, detail=trouble
+    )
+
+
 def _seconds(value: Any, field: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and math.isfinite(value) and 0 <= value <= MAX_SECONDS):
+    if not (is_number and 0 <= value <= MAX_SECONDS):  # which NaN is not
         raise invalid_field(
             field, _shown(value), f"a number from 0 to {MAX_SECONDS:.0f}", "give seconds from the start"
         )
@@ -141,11 +148,22 @@ def _piece(value: Any, field: str) -> Piece:
     if not (isinstance(value, list) and len(value) == 2):
         raise invalid_field(field, _shown(value), "a name and a number of tokens", 'write it as ["name", tokens]')
     name = value[0]
-    if not (isinstance(name, str) and 1 <= len(name.encode("utf-8", "surrogatepass")) <= MAX_NAME_BYTES):
+    if not (isinstance(name, str) and 1 <= _bytes(name) <= MAX_NAME_BYTES):
         raise invalid_field(f"{field}[0]", _shown(name), f"a text of 1 to {MAX_NAME_BYTES} bytes", "name the piece")
     return Piece(name, _integer(value[1], f"{field}[1]"))
 
 
+def _bytes(name: str) -> int:
+    """Bytes of a name in UTF-8; 0 if it is no text, as half a surrogate pair is none."""
+    try:
+        return len(name.encode())
+    except UnicodeEncodeError:
+        return 0
+
+
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:  # json reads deeper brackets than it writes
+        return "brackets within brackets"
     return text if len(text) <= 60 else f"{text[:57]}..."
