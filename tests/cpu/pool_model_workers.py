@@ -78,7 +78,9 @@ class Workers:
     def lawful(self, lease_id: int, step: Step) -> bool:
         """Tried on a copy: what an operation needs, another one before it may have made."""
         tried = step.operations or step.releases or step.frees or step.extends
-        return self.commits_are_lawful(lease_id, step) and (not tried or self.model.trial().workers.apply(lease_id, step))
+        if not self.commits_are_lawful(lease_id, step):
+            return False
+        return not tried or self.model.trial().workers.apply(lease_id, step)
 
     def commits_are_lawful(self, lease_id: int, step: Step) -> bool:
         own = {one: table for one, table in self.model.tables.items() if table.lease == lease_id}
