@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from inferd.core.speculation import MAX_SPECULATE_TOKENS
 from pagepool.errors import invalid_field
 from pagepool.listen import Listener, UnixListener, default_socket, parse_listener
 from pagepool.logs import FORMATS, LEVELS
@@ -32,6 +33,13 @@ def parse_name(text: str) -> str:
     if not 1 <= len(text.encode()) <= MAX_NAME_BYTES:
         raise ValueError(f"from 1 to {MAX_NAME_BYTES} bytes long")
     return text
+
+
+def parse_speculate_tokens(text: str) -> int:
+    """The longest draft. Raises ValueError."""
+    if not (text.isascii() and text.isdigit() and int(text) <= MAX_SPECULATE_TOKENS):
+        raise ValueError(f"a whole number from 0, which is off, to {MAX_SPECULATE_TOKENS}")
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +85,12 @@ class InferdConfig:
         "requests that run at once (default: 256 on a GPU, 64 on a CPU)", parse_positive, default=None
     )
     max_queue: int = setting("requests that wait; more are refused", parse_positive, default=1024)
+    speculate_tokens: int = setting(
+        "tokens that a request guesses a step from what followed the same words before, where it does not say itself; "
+        f"the tokens are the same with and without (0, the default, is off; at most {MAX_SPECULATE_TOKENS})",
+        parse_speculate_tokens,
+        default=0,
+    )
     compile: str = setting(
         "whether a GPU runs the model through torch.compile: off starts sooner, and every step takes longer",
         choice(*SWITCH),

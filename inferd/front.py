@@ -73,6 +73,7 @@ def setup(config: InferdConfig) -> Setup:
         max_batch_tokens=config.max_batch_tokens or 0,
         max_num_seqs=config.max_num_seqs or 0,
         max_queue=config.max_queue,
+        speculate_tokens=config.speculate_tokens,
         warmup=config.warmup,
         compile=config.compile == "on",
         graphs=config.graphs == "on",

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inferd.core.messages import Adjustments, ModelCard, Sampling, Submit
+from inferd.core.speculation import MAX_SPECULATE_TOKENS
 from pagepool.errors import PagepoolError, Reason, invalid_field
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.token_ids import TOKEN_BYTES, unpack
@@ -63,6 +64,7 @@ def check(request: pb.GenerateRequest, card: ModelCard) -> Checked:
         adjustments=_adjustments(request.sampling, card),
         logprobs=_logprobs("logprobs", request, card),
         prompt_logprobs=_logprobs("prompt_logprobs", request, card),
+        speculate_tokens=_speculate_tokens(request),
     )
     max_tokens = request.max_tokens if request.HasField("max_tokens") else None
     return Checked(request.request_id or uuid.uuid4().hex, max_tokens, list(request.stop), draft)
@@ -198,6 +200,16 @@ def _logprobs(field: str, request: pb.GenerateRequest, card: ModelCard) -> int |
         raise invalid_field(field, count, f"at most {MAX_LOGPROBS}", "ask for fewer")
     _check_supported(field, count, card)
     return count
+
+
+def _speculate_tokens(request: pb.GenerateRequest) -> int | None:
+    """The longest draft that is asked for; None leaves it to the engine."""
+    if not request.HasField("speculate_tokens"):
+        return None
+    if request.speculate_tokens > MAX_SPECULATE_TOKENS:
+        remedy = "ask for fewer, or use 0 for no speculation"
+        raise invalid_field("speculate_tokens", request.speculate_tokens, f"at most {MAX_SPECULATE_TOKENS}", remedy)
+    return request.speculate_tokens
 
 
 def _check_supported(field: str, value: object, card: ModelCard) -> None:

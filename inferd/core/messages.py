@@ -66,6 +66,7 @@ class Setup:
     max_batch_tokens: int = 0
     max_num_seqs: int = 0
     max_queue: int = 1024
+    speculate_tokens: int = 0
     warmup: bool = True
     compile: bool = True
     graphs: bool = True
@@ -100,7 +101,8 @@ class Submit:
     """A new request. `request` is the front's number for it, never reused.
 
     logprobs n asks for those of each token generated and of the n likeliest beside it, prompt_logprobs n for those of
-    the prompt's tokens: such a request computes its whole prompt, whatever of it the pool has.
+    the prompt's tokens: such a request computes its whole prompt, whatever of it the pool has. speculate_tokens are the
+    most to guess a step; None is the engine's default.
     """
 
     request: int
@@ -114,6 +116,7 @@ class Submit:
     adjustments: Adjustments | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    speculate_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What a request used; times in seconds."""
+    """What a request used; times in seconds. accepted_tokens are those of its drafts that were right."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -149,6 +152,8 @@ class Used:
     queue_s: float
     prefill_s: float
     decode_s: float
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

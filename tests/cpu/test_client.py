@@ -301,6 +301,8 @@ def test_prompts_and_options_become_the_request_they_name() -> None:
     request = generate_request(
         "a", None, None, {"logit_bias": {7: -100, 2: 0.5}, "repetition_penalty": 1.5, "logprobs": 0}
     )
+    assert not request.HasField("speculate_tokens")
+    assert generate_request("a", None, None, {"speculate_tokens": 0}).HasField("speculate_tokens")
     assert dict(request.sampling.logit_bias) == {7: -100.0, 2: 0.5}
     assert request.sampling.repetition_penalty == 1.5
     assert (request.HasField("logprobs"), request.HasField("prompt_logprobs")) == (True, False)

@@ -63,6 +63,8 @@ class ScriptedInferd(pb_grpc.GenerationServiceServicer):
                 break
         usage = pb.Usage(prompt_tokens=9, cached_tokens=4, generated_tokens=3)
         usage.decode_time.FromMilliseconds(500)
+        if request.speculate_tokens:
+            usage.draft_tokens, usage.accepted_tokens = 20, 11
         finished = pb.GenerateFinished(reason=pb.FINISH_REASON_END_OF_SEQUENCE, usage=usage)
         yield pb.GenerateResponse(finished=finished)
 
@@ -152,6 +154,13 @@ def test_generate_passes_penalties_bias_and_logprobs_on(inferd: ScriptedInferd, 
     assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -0.5, 0.25)
     assert dict(sampling.logit_bias) == {7: -100.0, 9: 2.5}
     assert (request.HasField("logprobs"), request.logprobs, request.prompt_logprobs) == (True, 0, 3)
+
+
+def test_a_continuation_that_guessed_says_how_often_it_was_right(inferd: ScriptedInferd, start: Start) -> None:
+    process = start("generate", "one two three", "--speculate-tokens", "8")
+    _, err = process.communicate(timeout=30)
+    assert "4.0 tokens/s, 11 of 20 guesses right; ended by" in err
+    assert inferd.requests[0].speculate_tokens == 8
 
 
 def test_prompt_logprobs_are_called_in_json_as_in_the_proto() -> None:

@@ -32,7 +32,9 @@ def test_the_engine_is_told_what_inferd_was_told(tmp_path: Path) -> None:
     flags = "--model /m --memd unix:/run/x/memd.sock --name w --dtype bfloat16 --threads 3 --max-batch-tokens 7"
     more = f"--max-num-seqs 5 --max-queue 4 --no-warmup --cache-dir {tmp_path} --log-level debug --log-format json"
     gpu = "--device cuda:1 --compile off --graphs off"
-    told = setup(load_config([*flags.split(), *more.split(), *gpu.split()]).config)
+    guesses = ["--speculate-tokens", "6"]
+    told = setup(load_config([*flags.split(), *more.split(), *gpu.split(), *guesses]).config)
+    assert told.speculate_tokens == 6
     assert (told.device, told.compile, told.graphs) == ("cuda:1", False, False)
     assert (told.model, told.memd, told.name, told.dtype) == ("/m", "unix:/run/x/memd.sock", "w", "bfloat16")
     assert (told.threads, told.max_batch_tokens, told.max_num_seqs, told.max_queue) == (3, 7, 5, 4)
@@ -43,6 +45,11 @@ def test_what_depends_on_the_device_is_left_to_the_engine() -> None:
     told = setup(load_config([]).config)
     assert (told.device, told.compile, told.graphs) == ("auto", True, True)
     assert (told.max_batch_tokens, told.max_num_seqs) == (0, 0)
+
+
+def test_nothing_is_guessed_unless_asked_for() -> None:
+    assert setup(load_config([]).config).speculate_tokens == 0
+    assert setup(load_config(["--speculate-tokens", "32"]).config).speculate_tokens == 32
 
 
 @pytest.mark.parametrize(
@@ -57,6 +64,8 @@ def test_what_depends_on_the_device_is_left_to_the_engine() -> None:
         (["--spin", "maybe"], "auto"),
         (["--max-batch-tokens", "-1"], "at least 1"),
         (["--max-num-seqs", "0"], "at least 1"),
+        (["--speculate-tokens", "33"], "from 0, which is off, to 32"),
+        (["--speculate-tokens", "-1"], "from 0, which is off, to 32"),
         (["--device", "gpu"], "cuda"),
         (["--device", "cuda:x"], "cuda"),
         (["--compile", "maybe"], "one of on, off"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import socket
@@ -397,6 +398,8 @@ BAD_REQUESTS = {
     ),
     "logprobs 21": (text_request(logprobs=21), INVALID, "logprobs"),
     "prompt_logprobs 21": (text_request(prompt_logprobs=21), INVALID, "prompt_logprobs"),
+    "speculate_tokens 33": (text_request(speculate_tokens=33), INVALID, "speculate_tokens"),
+    "speculate_tokens 2**32 - 1": (text_request(speculate_tokens=2**32 - 1), INVALID, "speculate_tokens"),
     "unknown stop token": (text_request(stop_token_ids=[3, 280]), INVALID, "stop_token_ids[1]"),
     "too many stop tokens": (text_request(stop_token_ids=[3] * 65), INVALID, "stop_token_ids"),
     "empty stop": (text_request(stop=["a", ""]), INVALID, "stop[1]"),
@@ -433,6 +436,7 @@ async def test_limits_themselves_are_allowed(tmp_path: Path, folder: Path, token
             | {"presence_penalty": 2, "frequency_penalty": -2, "logit_bias": {279: -100, 0: 100}},
             logprobs=20,
             prompt_logprobs=20,
+            speculate_tokens=32,
         )
         _, shown, *_ = await collect(here.stub.Generate(request))
         assert shown == "fine"
@@ -762,6 +766,23 @@ async def test_settings_that_do_nothing_ask_nothing_of_the_engine(
         await collect(here.stub.Generate(text_request(sampling=sampling)))
         submit = await here.engine.expect(Submit)
         assert (submit.adjustments, submit.logprobs, submit.prompt_logprobs) == (None, None, None)
+
+
+@pytest.mark.parametrize(("asked", "told"), [({}, None), ({"speculate_tokens": 0}, 0), ({"speculate_tokens": 9}, 9)])
+async def test_how_much_to_guess_reaches_the_engine_and_what_came_of_it_the_client(
+    tmp_path: Path, folder: Path, tokenizer: Tokenizer, asked: dict[str, int], told: int | None
+) -> None:
+    ids = tokenizer.encode("x")
+
+    def script(engine: ScriptedEngine, message: Any) -> None:
+        if isinstance(message, Submit):
+            used_up = dataclasses.replace(used(1), draft_tokens=20, accepted_tokens=11)
+            engine.send(Tokens([(message.request, ids)]), Finished(message.request, Ending.MAX_TOKENS, used_up))
+
+    async with world(tmp_path, folder, script) as here:
+        *_, finished = await collect(here.stub.Generate(text_request(**asked)))
+        assert (await here.engine.expect(Submit)).speculate_tokens == told
+        assert (finished.usage.draft_tokens, finished.usage.accepted_tokens) == (20, 11)
 
 
 WISHES = {

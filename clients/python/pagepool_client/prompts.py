@@ -40,6 +40,7 @@ class Options(TypedDict, total=False):
     priority: int
     logprobs: int
     prompt_logprobs: int
+    speculate_tokens: int
     request_id: str
     parse_special_tokens: bool
 

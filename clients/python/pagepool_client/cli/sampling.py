@@ -11,7 +11,7 @@ from pagepool_client.prompts import Options
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_NAMES = (*_SAMPLING, *_PENALTIES, "logprobs", "prompt_logprobs")
+_NAMES = (*_SAMPLING, *_PENALTIES, "speculate_tokens", "logprobs", "prompt_logprobs")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +23,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--min-p", type=float, metavar="P", help="only tokens this likely, relative to the likeliest")
     parser.add_argument("--seed", type=int, metavar="N", help="makes the answer repeatable")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+    parser.add_argument(
+        "--speculate-tokens",
+        type=int,
+        metavar="N",
+        help="guess up to N tokens a step from what the text repeats; changes speed only (0: off)",
+    )
     penalty = parser.add_argument_group("penalties and bias")
     penalty.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1: less of what the text has")
     penalty.add_argument("--presence-penalty", type=float, metavar="P", help="above 0: less of what was generated")
@@ -72,8 +78,9 @@ class Stopwatch:
         decode_s = used.decode_time.ToNanoseconds() / 1e9
         # The first token comes out of the prefill; the decode time is that of the others.
         rate = f", {(used.generated_tokens - 1) / decode_s:.1f} tokens/s" if decode_s > 0 else ""
+        drafts = f", {used.accepted_tokens} of {used.draft_tokens} guesses right" if used.draft_tokens else ""
         reason = FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower().replace("_", " ")
         return (
             f"{used.prompt_tokens} prompt tokens, {used.cached_tokens} of them cached; "
-            f"{used.generated_tokens} generated in {elapsed:.1f} s{rate}; ended by {reason}"
+            f"{used.generated_tokens} generated in {elapsed:.1f} s{rate}{drafts}; ended by {reason}"
         )
