@@ -16,6 +16,7 @@ import structlog
 
 from inferd.channel import Message
 from inferd.core.messages import Cancel, Counters, Ending, Finished, Shutdown, Submit
+from inferd.core.pace import QueuePace
 from inferd.core.ports import Capacity, Draining, Grant, Lost, Refusal
 from inferd.core.scheduler import Limits, Plan, Scheduler
 from inferd.core.sequence import Phase, Sequence
@@ -24,7 +25,7 @@ from inferd.engine_state import StateReporter
 from inferd.failures import draining, engine_failed, failed, pool_lost
 from inferd.flight import Flight, Landed
 from inferd.surroundings import Attachment, Model, Surroundings
-from pagepool.errors import Code, PagepoolError
+from pagepool.errors import Code, PagepoolError, Reason
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
 REST_S = 60.0
@@ -46,6 +47,7 @@ class Engine:
         self._sequences: dict[int, Sequence] = {}
         self._attachment: Attachment | None = None
         self._flight = Flight()
+        self._pace = QueuePace()
         self._step_ended = 0.0
         self._warm = False
         self._attach_at, self._retry_s = 0.0, FIRST_RETRY_S
@@ -106,6 +108,8 @@ class Engine:
             sequence = Sequence(submit, now)
             self._scheduler.add(sequence)
         except PagepoolError as error:
+            if error.reason is Reason.QUEUE_FULL:
+                error.retry_after_s = self._pace.retry_after_s(now)
             self._around.send(failed(submit.request, error))
         else:
             self._sequences[submit.request] = sequence
@@ -270,6 +274,7 @@ class Engine:
 
     def _forget(self, sequence: Sequence, last_words: Message) -> None:
         del self._sequences[sequence.request]
+        self._pace.left(self._around.clock())
         self._around.send(last_words)
 
     # -- the engine's state

@@ -55,6 +55,19 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     assert rig.finished(1)
 
 
+def test_a_full_queue_says_when_a_place_is_expected_to_come_free() -> None:
+    rig = Rig(limits=Limits(max_num_seqs=1, max_queue=0))
+    for request in range(3):
+        rig.submit(request, [1, 2], 9)
+        rig.settle()
+        rig.now += 10
+    for request in (3, 4, 5):
+        rig.submit(request, [1, 2], 9)
+        rig.turn()
+    assert rig.failed(4).retry_after_s == pytest.approx(10, abs=0.5)
+    assert rig.failed(5).retry_after_s == pytest.approx(20, abs=0.5)
+
+
 def test_an_empty_prompt_is_refused_though_the_front_should_have() -> None:
     rig = Rig()
     rig.submit(1, [], 2)

@@ -82,15 +82,16 @@ class GenerationServiceServicer:
 
     def Generate(self, request, context):
         """Streams the continuation of a prompt: started, then logprobs of the prompt if asked for, then tokens, then finished,
-        which is always the last message of a stream that ends OK. Cancelling the call stops the work and frees the blocks. Not idempotent unless seed is
-        given (then, in float32, the same request gives the same tokens).
+        which is always the last message of a stream that ends OK. Cancelling the call stops the work and frees the blocks
+        within one step, and so does its deadline, wherever the request stands then, in the queue too. Not idempotent unless
+        seed is given (then, in float32, the same request gives the same tokens).
         INVALID_ARGUMENT / PROMPT_EMPTY: the prompt has no tokens; send some text.
         INVALID_ARGUMENT / PROMPT_TOO_LONG: prompt and max_tokens exceed the model's context; shorten either.
         INVALID_ARGUMENT / REQUEST_TOO_LARGE: prompt and max_tokens exceed the whole pool; shorten either, or give
         memd a larger --pool-bytes.
         INVALID_ARGUMENT / NO_CHAT_TEMPLATE: the model has none; send text.
         INVALID_ARGUMENT / CHAT_TEMPLATE_REFUSED: the model's chat template refuses the messages; it says why.
-        RESOURCE_EXHAUSTED / QUEUE_FULL: too many requests wait; retry after RetryInfo.
+        RESOURCE_EXHAUSTED / QUEUE_FULL: too many requests wait; retry after RetryInfo, in which a place is expected to come free.
         UNAVAILABLE / POOL_LOST: memd is gone, and the KV with it; retry after RetryInfo.
         INTERNAL / ENGINE_FAILED: the engine failed; retry elsewhere and look into the worker's log.
         """
