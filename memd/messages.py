@@ -12,7 +12,16 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from memd.core.geometry import Geometry
-from memd.core.operations import CopyOnWrite, Fork, Release, ReserveRequest, TableOperation, Take, Truncate
+from memd.core.operations import (
+    CopyOnWrite,
+    Fork,
+    Release,
+    ReserveRequest,
+    Suspend,
+    TableOperation,
+    Take,
+    Truncate,
+)
 from memd.core.pool import Pool
 from memd.core.values import (
     BlockView,
@@ -172,6 +181,7 @@ def table_message(view: TableView, token_ids: Sequence[int] = ()) -> types_pb2.B
         token_ids=token_ids,
         priority=view.priority,
         idle_time=duration(view.idle_s),
+        suspended=view.suspended,
     )
 
 
@@ -218,13 +228,18 @@ def step_from(message: worker_service_pb2.Step) -> Step:
                 no_match=request.no_match,
                 ref=request.ref,
                 packed=_packed(request),
+                arrival=request.arrival,
+                headroom=request.headroom,
+                resume_table_id=request.resume_table_id,
             )
             for request in message.creates
         ],
         extends=[ExtendRequest(request.table_id, request.num_blocks, request.ref) for request in message.extends],
         operations=[_operation(operation) for operation in message.operations],
         frees=message.free_block_ids,
-        reserves=[ReserveRequest(one.num_blocks, one.num_tables, one.ref) for one in message.reserves],
+        reserves=[
+            ReserveRequest(one.num_blocks, one.num_tables, one.ref, one.for_table_id) for one in message.reserves
+        ],
     )
 
 
@@ -242,6 +257,8 @@ def _operation(message: worker_service_pb2.TableOperation) -> TableOperation:
             return Truncate(cut.table_id, cut.num_tokens, cut.block_id)
         case "release_table_id":
             return Release(message.release_table_id)
+        case "suspend":
+            return Suspend(message.suspend.table_id, message.suspend.token_ids)
     what = "an operation of a step is none that this memd knows; use one version of pagepool"
     raise PagepoolError(Reason.PROTOCOL_VIOLATION, what, what=what)
 

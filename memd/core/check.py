@@ -4,8 +4,9 @@
 2. References: a block's holders are exactly the tables and leases that have it, as often as they have it.
 3. A block without holders is sealed, indexed and cached; the cached queues hold these blocks alone, by how they are
 kept, each in the order of their release.
-4. A table's blocks are distinct; they are sealed exactly as far as its tokens fill them, and chained to each other;
-what may still be written belongs to one lease; a worker's reserve is empty blocks that nobody else has.
+4. A table's blocks are distinct, a suspended one has none; they are sealed exactly as far as its tokens fill them, and
+chained to each other; what may still be written belongs to one lease; a worker's reserve is empty blocks that nobody
+else has.
 5. The index finds every block that it has under that block's digest, and digests are those of the tokens.
 6. Tables and leases know each other; clients' leases are never detached or lost.
 7. Free, held, cached and quarantined blocks add up to the pool, and the counters to the blocks there are.
@@ -121,6 +122,8 @@ def _check_table(state: PoolState, store: BlockStore, table: Table) -> None:
     _require(len(set(table.frames)) == len(table.frames), f"{name} has a block twice")
     fits = 0 <= table.cached_tokens <= table.num_tokens <= len(table.frames) * size
     _require(fits and table.cached_tokens % size == 0, f"{name} has more tokens than its blocks hold")
+    idle = table.kept is None or not (table.frames or table.num_tokens)
+    _require(idle, f"{name} is suspended, but has blocks or tokens")
     before, digest = 0, root_digest(store.index.model_digest, table.salt)
     for index, frame in enumerate(table.frames):
         block = f"block {blocks.ids[frame]} of {name}"

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from memd.core import errors
-from memd.core.lease import Lease
-from memd.core.operations import CopyOnWrite, Fork, Release, TableOperation, Take, Truncate
-from memd.core.state import PoolState
+from memd.core.block import TOKEN_BYTES
+from memd.core.lease import MAX_KEPT_BYTES, Lease
+from memd.core.operations import CopyOnWrite, Fork, Release, Suspend, TableOperation, Take, Truncate
+from memd.core.state import PoolState, pack_words
 from memd.core.table import Table
 from pagepool.errors import PagepoolError
 
@@ -29,6 +30,7 @@ class TableDraft:
     frames: list[int]
     num_tokens: int
     cached_tokens: int
+    kept_bytes: int | None = None  # of a suspended one
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,15 @@ class Move:
     source: int
     target: int
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What a table keeps when it is suspended: the committed tokens of these blocks as they are then, and more."""
+
+    table_id: int
+    frames: list[int]
+    more: bytes
 
 
 class Draft:
@@ -57,7 +68,14 @@ class Draft:
         self._drops: list[tuple[int, int]] = []
         self._more_holders: Counter[int] = Counter()  # by frame, of the first so many of these two
         self._counted = (0, 0)
-        self.moves: list[Move] = []
+        self._changes: list[
+            Move | Keep
+        ] = []  # of tokens, in order: what is kept may be truncated by another table next
+
+    @property
+    def moves(self) -> list[Move]:
+        """Bytes that have to be copied, or dropped, in order."""
+        return [change for change in self._changes if isinstance(change, Move)]
 
     def do(self, operation: TableOperation) -> None:
         """Try one operation after those before."""
@@ -72,6 +90,8 @@ class Draft:
                 self._truncate(operation)
             case Release():
                 self._release(operation.table_id)
+            case Suspend():
+                self._suspend(operation)
 
     def free(self, block_id: int) -> None:
         """Give a block of the reserve back."""
@@ -87,8 +107,16 @@ class Draft:
             what = f"table {table_id} is not held by this lease, or released by this step"
             raise self._violation(what, "name only tables that were granted and not released")
         length = self._written.get(table_id, table.num_tokens)
-        draft = TableDraft(table, list(table.frames), length, table.cached_tokens)
+        kept = None if table.kept is None else len(table.kept)
+        draft = TableDraft(table, list(table.frames), length, table.cached_tokens, kept)
         self._tables[table_id] = draft
+        return draft
+
+    def running(self, table_id: int) -> TableDraft:
+        """A table that the lease has at this point, not suspended."""
+        draft = self.table(table_id)
+        if draft.kept_bytes is not None:
+            raise self._violation(f"table {table_id} is suspended", "resume it first, or release it")
         return draft
 
     def must_copy(self, table_id: int, num_tokens: int) -> bool:
@@ -102,10 +130,16 @@ class Draft:
 
     def apply(self, now: float) -> None:
         """Make it so. The commits in `written` have been applied by now."""
-        for move in self.moves:
-            self._store.blocks.copy(move.source, move.target, move.num_tokens)
+        kept = dict[int, bytes]()
+        for change in self._changes:
+            if isinstance(change, Move):
+                self._store.blocks.copy(change.source, change.target, change.num_tokens)
+            else:
+                kept[change.table_id] = b"".join(map(self._store.blocks.packed_tokens, change.frames)) + change.more
         for table_id, draft in self._tables.items():
             self._make(table_id, draft, now)
+            if table_id in kept:
+                self._lease.tables[table_id].kept = kept[table_id]
         for frame, holder in self._holds:
             self._store.hold([frame], (holder,), now)
         release = self._store.release
@@ -121,13 +155,14 @@ class Draft:
     def _make(self, table_id: int, draft: TableDraft, now: float) -> None:
         table = self._lease.tables.get(table_id)
         if table is None:
-            table = Table(table_id, self._lease.lease_id, draft.origin.salt, draft.origin.priority, now)
+            origin = draft.origin
+            table = Table(table_id, self._lease.lease_id, origin.salt, origin.priority, now, arrival=origin.arrival)
             self._state.tables[table_id] = self._lease.tables[table_id] = table
         table.frames = array("I", draft.frames)
         table.num_tokens, table.cached_tokens, table.touched = draft.num_tokens, draft.cached_tokens, now
 
     def _fork(self, fork: Fork) -> None:
-        source = self.table(fork.table_id)
+        source = self.running(fork.table_id)
         if fork.new_table_id not in self._lease.reserved_ids or fork.new_table_id in self._used_ids:
             what = f"table id {fork.new_table_id} is not in the lease's reserve"
             raise self._violation(what, "fork only to ids that were granted and not used yet")
@@ -137,7 +172,7 @@ class Draft:
         self._tables[fork.new_table_id] = TableDraft(source.origin, frames, source.num_tokens, source.cached_tokens)
 
     def _copy_on_write(self, copy: CopyOnWrite) -> None:
-        draft, first, count = self.table(copy.table_id), copy.first_index, len(copy.block_ids)
+        draft, first, count = self.running(copy.table_id), copy.first_index, len(copy.block_ids)
         if not count or first + count > len(draft.frames):
             what = f"{count} blocks of table {copy.table_id} are copied from index {first} on, of {len(draft.frames)}"
             raise self._violation(what, "copy blocks that there are, at least one")
@@ -148,14 +183,14 @@ class Draft:
     def _replace(self, table_id: int, index: int, block_id: int, num_tokens: int) -> None:
         draft, target = self.table(table_id), self._from_reserve(block_id)
         source = draft.frames[index]
-        self.moves.append(Move(source, target, num_tokens))
+        self._changes.append(Move(source, target, num_tokens))
         self._hold(target, table_id)
         self._drop(target, self._lease.lease_id)
         self._drop(source, table_id)
         draft.frames[index] = target
 
     def _take(self, take: Take) -> None:
-        draft = self.table(take.table_id)
+        draft = self.running(take.table_id)
         if not take.block_ids:
             raise self._violation(f"no block is taken for table {take.table_id}", "take at least one")
         for block_id in take.block_ids:
@@ -165,7 +200,7 @@ class Draft:
             draft.frames.append(frame)
 
     def _truncate(self, cut: Truncate) -> None:
-        draft, size = self.table(cut.table_id), self._state.block_size
+        draft, size = self.running(cut.table_id), self._state.block_size
         if cut.num_tokens > draft.num_tokens:
             what = f"table {cut.table_id} is truncated to {cut.num_tokens} tokens, but has {draft.num_tokens}"
             raise self._violation(what, "drop only what is committed")
@@ -181,7 +216,7 @@ class Draft:
         if by_copy:
             self._replace(cut.table_id, index, cut.block_id, rest)
         elif rest and cut.num_tokens < draft.num_tokens:
-            self.moves.append(Move(draft.frames[index], draft.frames[index], rest))
+            self._changes.append(Move(draft.frames[index], draft.frames[index], rest))
         del draft.frames[kept:written]
         draft.num_tokens = cut.num_tokens
         draft.cached_tokens = min(draft.cached_tokens, index * size)
@@ -190,6 +225,20 @@ class Draft:
         self._drops += [(frame, table_id) for frame in reversed(self.table(table_id).frames)]
         del self._tables[table_id]
         self._released.add(table_id)
+
+    def _suspend(self, suspend: Suspend) -> None:
+        draft, more = self.running(suspend.table_id), pack_words(self._lease.lease_id, suspend.token_ids)
+        draft.kept_bytes = draft.num_tokens * TOKEN_BYTES + len(more)
+        in_all = sum(one.kept_bytes or 0 for one in self._tables.values())
+        rest = (one for one in self._lease.tables.values() if one.table_id not in self._tables)
+        in_all += sum(len(one.kept or b"") for one in rest if one.table_id not in self._released)
+        if in_all > MAX_KEPT_BYTES:
+            what = f"suspended tables keep {in_all // TOKEN_BYTES} tokens, but may keep {MAX_KEPT_BYTES // TOKEN_BYTES}"
+            raise self._violation(what, "release a table instead, and compute its tokens anew")
+        written = -(-draft.num_tokens // self._state.block_size)
+        self._changes.append(Keep(suspend.table_id, draft.frames[:written], more))
+        self._drops += [(frame, suspend.table_id) for frame in reversed(draft.frames)]
+        draft.frames, draft.num_tokens, draft.cached_tokens = [], 0, 0
 
     def _from_reserve(self, block_id: int) -> int:
         frame = self._store.blocks.frame_of.get(block_id)

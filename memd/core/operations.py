@@ -50,13 +50,25 @@ class Release:
     table_id: int
 
 
-TableOperation = Fork | CopyOnWrite | Take | Truncate | Release
+@dataclass(frozen=True, slots=True)
+class Suspend:
+    """A table's blocks are released; its committed tokens are kept and, after them, these, which have no KV yet."""
+
+    table_id: int
+    token_ids: Sequence[int]
+
+
+TableOperation = Fork | CopyOnWrite | Take | Truncate | Release | Suspend
 
 
 @dataclass(frozen=True, slots=True)
 class ReserveRequest:
-    """Blocks and table ids to have ahead, for operations to come."""
+    """Blocks and table ids to have ahead, for operations to come.
+
+    `for_table_id` is the table that cannot go on without the blocks; 0 if nobody waits.
+    """
 
     num_blocks: int
     num_tables: int
     ref: int = 0
+    for_table_id: int = 0

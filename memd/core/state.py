@@ -37,6 +37,15 @@ def pack_checked(token_ids: Sequence[int], salt: bytes) -> bytes:
         raise invalid_field("token_ids", error, "unsigned 32-bit integers", "give the model's token ids") from error
 
 
+def pack_words(lease_id: int, token_ids: Sequence[int]) -> bytes:
+    """Token ids of a worker as blocks keep them; PROTOCOL_VIOLATION if they cannot be."""
+    try:
+        return pack_tokens(token_ids)
+    except struct.error as error:
+        what = f"a token id is not an unsigned 32-bit integer ({error})"
+        raise errors.protocol_violation(lease_id, what, "give the model's token ids") from error
+
+
 @dataclass(slots=True)
 class Plan:
     """What granting a table request would do: `matched` frames to hold, `fresh` blocks to grant.
@@ -98,18 +107,26 @@ class PoolState:
 
     def create_table(self, lease: Lease, request: TableRequest, plan: Plan, now: float) -> Table:
         """Carry out a plan that was made in this command and has spare >= fresh."""
-        store = self.cut_store()
-        table = Table(self.new_id(), lease.lease_id, request.salt, request.priority, now)
-        holders = (table.table_id,)
-        store.hold(plan.matched, holders, now)
-        table.frames.extend(plan.matched)
-        table.frames.extend(store.grant(plan.fresh, holders, now))
-        table.num_tokens = table.cached_tokens = len(plan.matched) * self.block_size
+        arrival = request.arrival or now
+        table = Table(self.new_id(), lease.lease_id, request.salt, request.priority, now, arrival=arrival)
+        self._fill(table, plan, now)
         if not request.no_match:
             self.counters.prefix_query_tokens += len(plan.packed) // TOKEN_BYTES
             self.counters.prefix_hit_tokens += table.cached_tokens
         self.tables[table.table_id] = lease.tables[table.table_id] = table
         return table
+
+    def resume_table(self, table: Table, plan: Plan, now: float) -> None:
+        """Give a suspended table blocks again, as `create_table` would; no prompt, so it does not count as a query."""
+        self._fill(table, plan, now)
+        table.kept, table.touched = None, now
+
+    def _fill(self, table: Table, plan: Plan, now: float) -> None:
+        store, holders = self.cut_store(), (table.table_id,)
+        store.hold(plan.matched, holders, now)
+        table.frames.extend(plan.matched)
+        table.frames.extend(store.grant(plan.fresh, holders, now))
+        table.num_tokens = table.cached_tokens = len(plan.matched) * self.block_size
 
     def extend_table(self, table: Table, num_blocks: int, now: float) -> Sequence[int]:
         """The frames of new blocks at the end of a table; that many must be available."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from memd.core import errors
 from memd.core.block import TOKEN_BYTES
 from memd.core.draft import Draft
 from memd.core.lease import Lease
 from memd.core.operations import Release, ReserveRequest
-from memd.core.state import MAX_SALT_BYTES, PoolState, pack_tokens
+from memd.core.state import MAX_SALT_BYTES, PoolState, pack_words
 from memd.core.table import Table
 from memd.core.values import (
     Commit,
@@ -77,16 +77,25 @@ class Stepper:
         if step.operations or step.releases or step.frees:
             plan.draft = self._draft(lease, step, written)
         for create in step.creates:
-            if len(create.salt) > MAX_SALT_BYTES:
-                what = f"salt is {len(create.salt)} bytes long, but may have {MAX_SALT_BYTES}"
-                raise errors.protocol_violation(lease.lease_id, what, "hash a longer one")
-            plan.creates.append((create, create.packed or self._pack(lease, create.token_ids)))
+            self._check_create(lease, create)
+            plan.creates.append((create, create.packed or pack_words(lease.lease_id, create.token_ids)))
         self._check_requests(lease, step, plan.draft)
         return plan
 
+    def _check_create(self, lease: Lease, request: TableRequest) -> None:
+        if len(request.salt) > MAX_SALT_BYTES:
+            what = f"salt is {len(request.salt)} bytes long, but may have {MAX_SALT_BYTES}"
+            raise errors.protocol_violation(lease.lease_id, what, "hash a longer one")
+        if not (math.isfinite(request.arrival) and request.arrival >= 0):
+            what = f"arrival is {request.arrival}, but must be finite and not negative"
+            raise errors.protocol_violation(lease.lease_id, what, "give seconds of CLOCK_MONOTONIC, or 0 for now")
+        if request.resume_table_id and (request.packed or request.token_ids):
+            what = f"table {request.resume_table_id} is resumed with token ids, but has its own"
+            raise errors.protocol_violation(lease.lease_id, what, "leave them out")
+
     def _plan_commit(self, lease: Lease, commit: Commit, written: dict[int, int]) -> tuple[Table, bytes]:
         """Notes in `written` how long the table is afterwards."""
-        table, count, size = self._own(lease, commit.table_id), len(commit.token_ids), self._state.block_size
+        table, count, size = self._running(lease, commit.table_id), len(commit.token_ids), self._state.block_size
         first = written.get(table.table_id, table.num_tokens)
         written[table.table_id] = first + count
         room = len(table.frames) * size - first
@@ -98,7 +107,7 @@ class Stepper:
             if len(holders[table.frames[index]]) > 1:
                 what = f"tokens are committed to block {index} of table {table.table_id}, which another table has too"
                 raise errors.protocol_violation(lease.lease_id, what, "replace a shared block before it is written")
-        return table, self._pack(lease, commit.token_ids)
+        return table, pack_words(lease.lease_id, commit.token_ids)
 
     def _draft(self, lease: Lease, step: Step, written: dict[int, int]) -> Draft:
         draft = Draft(self._state, lease, written)
@@ -112,11 +121,19 @@ class Stepper:
 
     def _check_requests(self, lease: Lease, step: Step, draft: Draft | None) -> None:
         self._require_some(lease, (extend.num_blocks for extend in step.extends), "extend only by what is needed")
-        for extend in step.extends:
+        growing = [extend.table_id for extend in step.extends]
+        growing += [reserve.for_table_id for reserve in step.reserves if reserve.for_table_id]
+        for table_id in growing:
             if draft is None:
-                self._own(lease, extend.table_id)
+                self._running(lease, table_id)
             else:
-                draft.table(extend.table_id)
+                draft.running(table_id)
+        resumed = [create.resume_table_id for create in step.creates if create.resume_table_id]
+        for index, table_id in enumerate(resumed):
+            table = draft.table(table_id).kept_bytes if draft is not None else self._own(lease, table_id).kept
+            if table is None or table_id in resumed[:index]:
+                what = f"table {table_id} is resumed, but not suspended"
+                raise errors.protocol_violation(lease.lease_id, what, "resume a suspended table, once")
         sizes = (max(reserve.num_blocks, reserve.num_tables) for reserve in step.reserves)
         self._require_some(lease, sizes, "ask for blocks, table ids, or both")
         ids = len(lease.reserved_ids) + sum(reserve.num_tables for reserve in step.reserves)
@@ -137,12 +154,12 @@ class Stepper:
             raise errors.protocol_violation(lease.lease_id, what, "name only tables that were granted and not released")
         return table
 
-    def _pack(self, lease: Lease, token_ids: Sequence[int]) -> bytes:
-        try:
-            return pack_tokens(token_ids)
-        except struct.error as error:
-            what = f"a token id is not an unsigned 32-bit integer ({error})"
-            raise errors.protocol_violation(lease.lease_id, what, "give the model's token ids") from error
+    def _running(self, lease: Lease, table_id: int) -> Table:
+        table = lease.tables.get(table_id) or self._own(lease, table_id)
+        if table.kept is not None:
+            what = f"table {table_id} is suspended"
+            raise errors.protocol_violation(lease.lease_id, what, "resume it first, or release it")
+        return table
 
     def _commit(self, table: Table, packed: bytes, now: float) -> None:
         store, size, frames = self._state.cut_store(), self._state.block_size, table.frames
@@ -163,11 +180,15 @@ class Stepper:
         return grants, [answer for answer in answers if isinstance(answer, Refusal)]
 
     def _create(self, lease: Lease, request: TableRequest, packed: bytes, now: float) -> Grant | Refusal:
-        store = self._state.cut_store()
+        store, suspended = self._state.cut_store(), lease.tables.get(request.resume_table_id)
+        if suspended is not None and suspended.kept is not None:
+            request, packed = replace(request, salt=suspended.salt), suspended.kept
         plan = self._state.plan(request, packed)
         if request.num_blocks > store.num_blocks or plan.fresh > plan.spare:
             return self._refuse(lease, request.ref, request.num_blocks, len(plan.matched), plan.spare)
-        table = self._state.create_table(lease, request, plan, now)
+        if suspended is not None:
+            self._state.resume_table(suspended, plan, now)
+        table = suspended or self._state.create_table(lease, request, plan, now)
         return Grant(request.ref, table.table_id, table.cached_tokens, store.run(table.frames))
 
     def _extend(self, lease: Lease, request: ExtendRequest, now: float) -> Grant | Refusal:

@@ -16,6 +16,9 @@ class Table:
         [cached_tokens, n // B * B) written by the lease that holds it; sealed
         [n // B * B, n)             in its one partly written block
         [n, len(frames) * B)        granted, not yet written
+
+    A suspended table has no blocks and no committed tokens; `kept` is the packed ids of the tokens that it had and of
+    those that were to come next.
     """
 
     table_id: int
@@ -26,3 +29,5 @@ class Table:
     frames: array[int] = field(default_factory=lambda: array("I"))
     num_tokens: int = 0
     cached_tokens: int = 0
+    arrival: float = 0.0  # of its request, on the host's monotonic clock
+    kept: bytes | None = None

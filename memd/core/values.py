@@ -46,7 +46,9 @@ class TableRequest:
     """A table to create: match `token_ids` (never the last), pin what is found, add blocks up to `num_blocks` in all.
 
     Token ids are 32-bit unsigned integers; `packed`, if there is any, is them as blocks keep them. `ref` is the asker's
-    own number and comes back in the answer.
+    own number and comes back in the answer. `arrival` is seconds on the host's monotonic clock, 0 for now. `headroom`
+    blocks must be available beside those granted, unless no other table has any. With `resume_table_id` a suspended
+    table of a worker's lease gets blocks again, with tokens, salt, priority and arrival of its own.
     """
 
     token_ids: Sequence[int]
@@ -56,6 +58,9 @@ class TableRequest:
     no_match: bool = False
     ref: int = 0
     packed: bytes = b""
+    arrival: float = 0.0
+    headroom: int = 0
+    resume_table_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +194,10 @@ class BlockView:
 
 @dataclass(frozen=True, slots=True)
 class TableView:
-    """A block table as it was when it was asked for; `token_ids` only from `Pool.table`, else empty."""
+    """A block table as it was when it was asked for; `token_ids` only from `Pool.table`, else empty.
+
+    A suspended one has no blocks; its tokens are those kept for it.
+    """
 
     table_id: int
     lease_id: int
@@ -200,6 +208,7 @@ class TableView:
     token_ids: Sequence[int]
     priority: int
     idle_s: float
+    suspended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

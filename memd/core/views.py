@@ -83,17 +83,22 @@ def block_state(state: PoolState, store: BlockStore, frame: int) -> BlockState:
 def table_view(state: PoolState, one: Table, now: float, *, with_tokens: bool = False) -> TableView:
     """A snapshot of a table."""
     store = state.cut_store()
-    packed = b"".join(store.blocks.packed_tokens(frame) for frame in one.frames) if with_tokens else b""
+    packed, num_tokens = b"", one.num_tokens
+    if one.kept is not None:
+        packed, num_tokens = one.kept if with_tokens else b"", len(one.kept) // TOKEN_BYTES
+    elif with_tokens:
+        packed = b"".join(store.blocks.packed_tokens(frame) for frame in one.frames)
     return TableView(
         table_id=one.table_id,
         lease_id=one.lease_id,
         holder=state.leases[one.lease_id].holder,
         blocks=store.run(one.frames),
-        num_tokens=one.num_tokens,
+        num_tokens=num_tokens,
         cached_tokens=one.cached_tokens,
         token_ids=struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed),
         priority=one.priority,
         idle_s=now - one.touched,
+        suspended=one.kept is not None,
     )
 
 

@@ -19,7 +19,13 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class TableRequest:
-    """A table to create: match `token_ids`, pin what is found, and add blocks up to `num_blocks` in all."""
+    """A table to create: match `token_ids`, pin what is found, and add blocks up to `num_blocks` in all.
+
+    Within a priority the earlier `arrival`, in seconds of the host's CLOCK_MONOTONIC, is the more urgent; 0 is when
+    memd reads it. `headroom` blocks must be available beside those granted, unless no other table has any. With
+    `resume_table_id` a suspended table of the lease gets blocks again: token ids, salt, priority and arrival are its
+    own, and `token_ids` stays empty.
+    """
 
     ref: int
     token_ids: Sequence[int]
@@ -27,6 +33,9 @@ class TableRequest:
     salt: bytes = b""
     priority: int = 0
     no_match: bool = False
+    arrival: float = 0.0
+    headroom: int = 0
+    resume_table_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +49,15 @@ class ExtendRequest:
 
 @dataclass(frozen=True, slots=True)
 class ReserveRequest:
-    """Blocks and table ids to have ahead, for operations to come."""
+    """Blocks and table ids to have ahead, for operations to come.
+
+    `for_table_id` is the table that cannot go on without the blocks; 0 if nobody waits.
+    """
 
     ref: int
     num_blocks: int
     num_tables: int = 0
+    for_table_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +105,18 @@ class Release:
     table_id: int
 
 
-TableOperation = Fork | CopyOnWrite | Take | Truncate | Release
+@dataclass(frozen=True, slots=True)
+class Suspend:
+    """A table's blocks are released; memd keeps its committed tokens and, after them, these, which have no KV yet.
+
+    Until it is resumed by a TableRequest it can only be released.
+    """
+
+    table_id: int
+    token_ids: Sequence[int]
+
+
+TableOperation = Fork | CopyOnWrite | Take | Truncate | Release | Suspend
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +174,13 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
+class Victim:
+    """A more urgent table needs the blocks of this one: suspend or release it once no step of it is in flight."""
+
+    table_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Draining:
     """memd will stop: finish or abort, then detach."""
 
@@ -163,7 +194,7 @@ class Lost:
     message: str
 
 
-PoolEvent = Grant | Refusal | Capacity | Draining | Lost
+PoolEvent = Grant | Refusal | Capacity | Victim | Draining | Lost
 
 
 @dataclass(frozen=True, slots=True)

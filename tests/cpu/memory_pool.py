@@ -92,13 +92,26 @@ def _core_step(step_id: int, step: Step) -> values.Step:
         [values.Commit(each.table_id, each.token_ids) for each in step.commits],
         step.releases,
         [
-            values.TableRequest(each.token_ids, each.num_blocks, each.salt, each.priority, each.no_match, each.ref)
+            values.TableRequest(
+                each.token_ids,
+                each.num_blocks,
+                each.salt,
+                each.priority,
+                each.no_match,
+                each.ref,
+                arrival=each.arrival,
+                headroom=each.headroom,
+                resume_table_id=each.resume_table_id,
+            )
             for each in step.creates
         ],
         [values.ExtendRequest(each.table_id, each.num_blocks, each.ref) for each in step.extends],
         [_core_operation(each) for each in step.operations],
         step.frees,
-        [operations.ReserveRequest(each.num_blocks, each.num_tables, each.ref) for each in step.reserves],
+        [
+            operations.ReserveRequest(each.num_blocks, each.num_tables, each.ref, each.for_table_id)
+            for each in step.reserves
+        ],
     )
 
 

@@ -20,7 +20,7 @@ from pagekernels.layout import Format, LayerShape, PagedLayout
 from pagepool.errors import PagepoolError, Reason
 from pagepool.memd.v1 import worker_service_pb2 as wire
 from pagepool.memd.v1.worker_service_pb2_grpc import WorkerServiceServicer, add_WorkerServiceServicer_to_server
-from pagepool.pool_values import Capacity, Commit, Draining, Grant, Lost, Refusal, Step, TableRequest
+from pagepool.pool_values import Capacity, Commit, Draining, Grant, Lost, Refusal, Step, TableRequest, Victim
 from pagepool.status import to_status
 from pagepool.token_ids import unpack
 from pagepool_client.session import Attachment, PoolSession
@@ -220,8 +220,9 @@ def test_news_of_memd_becomes_events(memd: ScriptedMemd, session: PoolSession) -
     drain = wire.Drain()
     drain.grace.FromMilliseconds(2500)
     memd.tell(wire.AttachResponse(capacity=wire.Capacity(available_blocks=12)))
+    memd.tell(wire.AttachResponse(victim=wire.Victim(table_id=9)))
     memd.tell(wire.AttachResponse(drain=drain))
-    assert events(session, 2) == [Capacity(12), Draining(2.5)]
+    assert events(session, 3) == [Capacity(12), Victim(9), Draining(2.5)]
 
 
 def test_waiting_ends_with_wake_and_with_the_callers_own_signal(memd: ScriptedMemd) -> None:

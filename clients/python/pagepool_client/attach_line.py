@@ -13,7 +13,7 @@ from pathlib import Path
 from pagepool.errors import PagepoolError, Reason
 from pagepool.memd.v1.types_pb2 import Geometry
 from pagepool.memd.v1.worker_service_pb2 import AttachRequest, AttachResponse, Detach, Heartbeat, Hello, StepResult
-from pagepool.pool_values import Capacity, Draining, Lost, PoolEvent, Step
+from pagepool.pool_values import Capacity, Draining, Lost, PoolEvent, Step, Victim
 from pagepool_client.attach_stream import AttachStream
 from pagepool_client.channels import socket_path
 from pagepool_client.lease_keeper import LeaseKeeper, may_pass
@@ -134,6 +134,8 @@ class AttachLine:
                 self._keeper.answered(message.heartbeat_ack.sequence)
             case "capacity":
                 self._post(Capacity(message.capacity.available_blocks))
+            case "victim":
+                self._post(Victim(message.victim.table_id))
             case "drain":
                 self._post(Draining(message.drain.grace.ToNanoseconds() / 1e9))
 

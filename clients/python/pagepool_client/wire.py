@@ -21,6 +21,7 @@ from pagepool.pool_values import (
     Refusal,
     Release,
     Step,
+    Suspend,
     TableOperation,
     Take,
     Truncate,
@@ -68,6 +69,9 @@ def step_message(step_id: int, step: Step) -> AttachRequest:
             priority=request.priority,
             num_blocks=request.num_blocks,
             no_match=request.no_match,
+            arrival=request.arrival,
+            headroom=request.headroom,
+            resume_table_id=request.resume_table_id,
         )
     for extend in step.extends:
         words.extends.add(ref=extend.ref, table_id=extend.table_id, num_blocks=extend.num_blocks)
@@ -75,7 +79,12 @@ def step_message(step_id: int, step: Step) -> AttachRequest:
         _add_operation(words, operation)
     words.free_block_ids.extend(step.frees)
     for reserve in step.reserves:
-        words.reserves.add(ref=reserve.ref, num_blocks=reserve.num_blocks, num_tables=reserve.num_tables)
+        words.reserves.add(
+            ref=reserve.ref,
+            num_blocks=reserve.num_blocks,
+            num_tables=reserve.num_tables,
+            for_table_id=reserve.for_table_id,
+        )
     return message
 
 
@@ -95,6 +104,9 @@ def _add_operation(words: StepMessage, operation: TableOperation) -> None:
             message.truncate.block_id = block_id
         case Release(table_id):
             message.release_table_id = table_id
+        case Suspend(table_id, token_ids):
+            message.suspend.table_id = table_id
+            message.suspend.token_ids.extend(token_ids)
 
 
 def events_of(result: StepResult) -> list[PoolEvent]:

@@ -130,12 +130,11 @@ def _legend(cells: Sequence[str], width: int, style: Style) -> list[str]:
 def _tables(tables: Sequence[BlockTable], style: Style) -> list[str]:
     lines = []
     for table in tables:
+        name = f"{style(f'table {table.table_id}', 'bold')} of {table.holder or f'lease {table.lease_id}'}"
         found = f", {table.cached_tokens:,} of them found" if table.cached_tokens else ""
         places = _ranges(position(entry) for entry in table.entries)
-        lines.append(
-            f"{style(f'table {table.table_id}', 'bold')} of {table.holder or f'lease {table.lease_id}'}: "
-            f"{table.num_tokens:,} tokens{found}, {len(table.block_ids):,} blocks at {places}"
-        )
+        where = "suspended" if table.suspended else f"{len(table.block_ids):,} blocks at {places}"
+        lines.append(f"{name}: {table.num_tokens:,} tokens{found}, {where}")
     return lines
 
 

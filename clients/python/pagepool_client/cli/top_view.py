@@ -212,7 +212,7 @@ def _table(table: BlockTable, frame: Frame, *, wide: bool) -> Sequence[str | Tex
         f"{table.priority}",
         f"{table.num_tokens:,}",
         f"{table.cached_tokens:,}",
-        f"{blocks:,}",
+        "suspended" if table.suspended else f"{blocks:,}",
         f"{frame.use.own[table.table_id]:,}",
         span(table.idle_time.ToNanoseconds() / 1e9),
     ]

@@ -210,7 +210,7 @@ class Block(_message.Message):
     def __init__(self, block_id: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., ref_count: _Optional[int] = ..., format: _Optional[_Union[Format, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., entry: _Optional[int] = ..., sealed: _Optional[bool] = ..., exact: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., pinned: _Optional[bool] = ..., kept_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class BlockTable(_message.Message):
-    __slots__ = ("table_id", "lease_id", "holder", "block_ids", "entries", "num_tokens", "cached_tokens", "token_ids", "priority", "idle_time")
+    __slots__ = ("table_id", "lease_id", "holder", "block_ids", "entries", "num_tokens", "cached_tokens", "token_ids", "priority", "idle_time", "suspended")
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     HOLDER_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +221,7 @@ class BlockTable(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IDLE_TIME_FIELD_NUMBER: _ClassVar[int]
+    SUSPENDED_FIELD_NUMBER: _ClassVar[int]
     table_id: int
     lease_id: int
     holder: str
@@ -231,7 +232,8 @@ class BlockTable(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     priority: int
     idle_time: _duration_pb2.Duration
-    def __init__(self, table_id: _Optional[int] = ..., lease_id: _Optional[int] = ..., holder: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., entries: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    suspended: bool
+    def __init__(self, table_id: _Optional[int] = ..., lease_id: _Optional[int] = ..., holder: _Optional[str] = ..., block_ids: _Optional[_Iterable[int]] = ..., entries: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., priority: _Optional[int] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., suspended: _Optional[bool] = ...) -> None: ...
 
 class Lease(_message.Message):
     __slots__ = ("lease_id", "holder", "state", "expire_time", "ttl")

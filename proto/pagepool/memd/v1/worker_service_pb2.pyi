@@ -33,20 +33,22 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("welcome", "heartbeat_ack", "step_result", "detach_ack", "capacity", "drain")
+    __slots__ = ("welcome", "heartbeat_ack", "step_result", "detach_ack", "capacity", "drain", "victim")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_ACK_FIELD_NUMBER: _ClassVar[int]
     STEP_RESULT_FIELD_NUMBER: _ClassVar[int]
     DETACH_ACK_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    VICTIM_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     heartbeat_ack: HeartbeatAck
     step_result: StepResult
     detach_ack: DetachAck
     capacity: Capacity
     drain: Drain
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., detach_ack: _Optional[_Union[DetachAck, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    victim: Victim
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., detach_ack: _Optional[_Union[DetachAck, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., victim: _Optional[_Union[Victim, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("worker_name", "lock_file", "geometry", "reclaim_epoch", "reclaim_lease_id")
@@ -145,18 +147,20 @@ class Step(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., release_table_ids: _Optional[_Iterable[int]] = ..., creates: _Optional[_Iterable[_Union[TableRequest, _Mapping]]] = ..., extends: _Optional[_Iterable[_Union[ExtendRequest, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[TableOperation, _Mapping]]] = ..., free_block_ids: _Optional[_Iterable[int]] = ..., reserves: _Optional[_Iterable[_Union[ReserveRequest, _Mapping]]] = ...) -> None: ...
 
 class TableOperation(_message.Message):
-    __slots__ = ("fork", "copy_on_write", "take", "truncate", "release_table_id")
+    __slots__ = ("fork", "copy_on_write", "take", "truncate", "release_table_id", "suspend")
     FORK_FIELD_NUMBER: _ClassVar[int]
     COPY_ON_WRITE_FIELD_NUMBER: _ClassVar[int]
     TAKE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    SUSPEND_FIELD_NUMBER: _ClassVar[int]
     fork: Fork
     copy_on_write: CopyOnWrite
     take: Take
     truncate: Truncate
     release_table_id: int
-    def __init__(self, fork: _Optional[_Union[Fork, _Mapping]] = ..., copy_on_write: _Optional[_Union[CopyOnWrite, _Mapping]] = ..., take: _Optional[_Union[Take, _Mapping]] = ..., truncate: _Optional[_Union[Truncate, _Mapping]] = ..., release_table_id: _Optional[int] = ...) -> None: ...
+    suspend: Suspend
+    def __init__(self, fork: _Optional[_Union[Fork, _Mapping]] = ..., copy_on_write: _Optional[_Union[CopyOnWrite, _Mapping]] = ..., take: _Optional[_Union[Take, _Mapping]] = ..., truncate: _Optional[_Union[Truncate, _Mapping]] = ..., release_table_id: _Optional[int] = ..., suspend: _Optional[_Union[Suspend, _Mapping]] = ...) -> None: ...
 
 class Fork(_message.Message):
     __slots__ = ("table_id", "new_table_id")
@@ -194,6 +198,14 @@ class Truncate(_message.Message):
     block_id: int
     def __init__(self, table_id: _Optional[int] = ..., num_tokens: _Optional[int] = ..., block_id: _Optional[int] = ...) -> None: ...
 
+class Suspend(_message.Message):
+    __slots__ = ("table_id", "token_ids")
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, table_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Commit(_message.Message):
     __slots__ = ("table_id", "token_ids")
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -203,7 +215,7 @@ class Commit(_message.Message):
     def __init__(self, table_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TableRequest(_message.Message):
-    __slots__ = ("ref", "token_ids", "salt", "priority", "num_blocks", "no_match", "packed_token_ids")
+    __slots__ = ("ref", "token_ids", "salt", "priority", "num_blocks", "no_match", "packed_token_ids", "arrival", "headroom", "resume_table_id")
     REF_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +223,9 @@ class TableRequest(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NO_MATCH_FIELD_NUMBER: _ClassVar[int]
     PACKED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_FIELD_NUMBER: _ClassVar[int]
+    HEADROOM_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     ref: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     salt: bytes
@@ -218,7 +233,10 @@ class TableRequest(_message.Message):
     num_blocks: int
     no_match: bool
     packed_token_ids: bytes
-    def __init__(self, ref: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., no_match: _Optional[bool] = ..., packed_token_ids: _Optional[bytes] = ...) -> None: ...
+    arrival: float
+    headroom: int
+    resume_table_id: int
+    def __init__(self, ref: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., no_match: _Optional[bool] = ..., packed_token_ids: _Optional[bytes] = ..., arrival: _Optional[float] = ..., headroom: _Optional[int] = ..., resume_table_id: _Optional[int] = ...) -> None: ...
 
 class ExtendRequest(_message.Message):
     __slots__ = ("ref", "table_id", "num_blocks")
@@ -231,14 +249,16 @@ class ExtendRequest(_message.Message):
     def __init__(self, ref: _Optional[int] = ..., table_id: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("ref", "num_blocks", "num_tables")
+    __slots__ = ("ref", "num_blocks", "num_tables", "for_table_id")
     REF_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_TABLES_FIELD_NUMBER: _ClassVar[int]
+    FOR_TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     ref: int
     num_blocks: int
     num_tables: int
-    def __init__(self, ref: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_tables: _Optional[int] = ...) -> None: ...
+    for_table_id: int
+    def __init__(self, ref: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_tables: _Optional[int] = ..., for_table_id: _Optional[int] = ...) -> None: ...
 
 class StepResult(_message.Message):
     __slots__ = ("step_id", "grants", "refusals")
@@ -283,6 +303,12 @@ class Capacity(_message.Message):
     AVAILABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     available_blocks: int
     def __init__(self, available_blocks: _Optional[int] = ...) -> None: ...
+
+class Victim(_message.Message):
+    __slots__ = ("table_id",)
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    table_id: int
+    def __init__(self, table_id: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("grace",)
