@@ -21,7 +21,17 @@ from functools import partial
 from typing import Any, Self
 
 from inferd.core import messages
-from inferd.core.messages import Ending, Finished, ScoredTokens, Submit, TokenLogprobs, Tokens
+from inferd.core.messages import (
+    Beam,
+    EarlyStopping,
+    Ending,
+    Finished,
+    Hypothesis,
+    ScoredTokens,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+)
 from pagepool.token_ids import pack, unpack
 
 Message = Any
@@ -57,8 +67,10 @@ def _revive(attached: bytes, plain: dict[str, Any]) -> object:
         return attached[plain["end"] - plain["size"] : plain["end"]]
     if name in (Tokens.__name__, ScoredTokens.__name__):
         plain["items"] = [(request, tokens) for request, tokens in plain["items"]]
-    if name == Finished.__name__:
+    if name in (Finished.__name__, Hypothesis.__name__):
         plain["ending"] = Ending(plain["ending"])
+    elif name == Beam.__name__:
+        plain["early_stopping"] = EarlyStopping(plain["early_stopping"])
     elif name == Submit.__name__:
         plain["prompt"] = unpack(plain["prompt"])
     return _MESSAGES[name](**plain)

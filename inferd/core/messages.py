@@ -45,6 +45,8 @@ LOGITS_FIELDS = (
     "sampling.logit_bias",
     "logprobs",
     "prompt_logprobs",
+    "best_of",
+    "beam",
 )
 """Fields of GenerateRequest that need the logits themselves, which not every device gives; see ModelCard."""
 
@@ -96,6 +98,28 @@ class ModelCard:
     unsupported_fields: list[str] = dataclasses.field(default_factory=list)
 
 
+class EarlyStopping(StrEnum):
+    """When a beam search with `width` finished continuations is over: transformers' False, True and "never".
+
+    HEURISTIC: when the best beam that runs, divided by its length so far ** length_penalty, is no better than the worst
+    finished one. FULL: at once. NEVER: the same as the first, but divided by max_tokens if length_penalty is positive.
+    """
+
+    HEURISTIC = "heuristic"
+    FULL = "full"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class Beam:
+    """Search by `width` beams; the num_return_sequences best continuations come at the end. See inferd.core.beam."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+    num_return_sequences: int = 1
+
+
 @dataclass(frozen=True, slots=True)
 class Submit:
     """A new request. `request` is the front's number for it, never reused.
@@ -103,6 +127,10 @@ class Submit:
     logprobs n asks for those of each token generated and of the n likeliest beside it, prompt_logprobs n for those of
     the prompt's tokens: such a request computes its whole prompt, whatever of it the pool has. speculate_tokens are the
     most to guess a step; None is the engine's default.
+
+    n asks for so many samples of one prompt: sample i has the number request + i, which belongs to it alone, and
+    sampling.sample_index + i. Each ends by itself; the prompt's logprobs come under the first number. beam asks for
+    a search: no tokens come, but Hypotheses before Finished.
     """
 
     request: int
@@ -117,11 +145,16 @@ class Submit:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     speculate_tokens: int | None = None
+    n: int = 1
+    beam: Beam | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Stop a request: its blocks go back within one step. Answered by Finished(CANCELLED) unless it ended already."""
+    """Stop a request: its blocks go back within one step. Answered by Finished(CANCELLED) unless it ended already.
+
+    Of several samples it stops the one of this number; before they have a token the first one's number stops all.
+    """
 
     request: int
 
@@ -193,13 +226,38 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A continuation that a beam search found; the token that ended it is not among the tokens, but in the score.
+
+    The score is the sum of all their logprobs over their number ** length_penalty.
+    """
+
+    tokens: list[int]
+    score: float
+    ending: Ending
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hypotheses:
+    """What a beam search found, best first; Finished follows, whose ending is the best one's."""
+
+    request: int
+    items: list[Hypothesis]
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
-    """A request is complete; every token was delivered before. The token that ended it is not among them."""
+    """A request is complete; every token was delivered before. The token that ended it is not among them.
+
+    stop_logprob is that of the token that ended it, if the request asked for logprobs.
+    """
 
     request: int
     ending: Ending
     used: Used
     stop_token_id: int | None = None
+    stop_logprob: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,16 @@ import pytest
 from inferd.channel import EngineChannel, FrontChannel, coalesce, decode, encode
 from inferd.core.messages import (
     Adjustments,
+    Beam,
     Cancel,
     Counters,
+    EarlyStopping,
     Ending,
     EngineState,
     Failed,
     Finished,
+    Hypotheses,
+    Hypothesis,
     ModelCard,
     PromptLogprobs,
     Sampling,
@@ -37,12 +41,16 @@ MESSAGES = [
     Submit(7, [1, 2, 3], 5, Sampling(0.5, 0.9, 40, 0.1, 2**64 - 1, 3), [4], ignore_eos=True, salt=b"\x00\xff"),
     Submit(8, [1], 5, adjustments=Adjustments([3, 4], [0.1, -7.0], 1.1, 0.5, -0.25), logprobs=0, prompt_logprobs=20),
     Submit(9, [1], 5, speculate_tokens=0),
+    Submit(9, [1], 5, n=8),
+    Submit(10, [1], 5, beam=Beam(4, 1.4, EarlyStopping.NEVER, 3)),
     Cancel(7),
     Shutdown(1.5),
     Tokens([(1, [2, 3]), (4, [5])]),
     ScoredTokens([(1, [TokenLogprobs(2, -0.1, [2, 9], [-0.1, -4.3])]), (4, [TokenLogprobs(5, -float("inf"), [], [])])]),
     PromptLogprobs(4, 17, [TokenLogprobs(3, -1 / 3, [7], [-0.2])]),
     Finished(1, Ending.STOP_TOKEN, Used(3, 2, 1, 0.1, 0.2, 0.3, draft_tokens=7, accepted_tokens=4), stop_token_id=9),
+    Finished(1, Ending.STOP_TOKEN, Used(3, 2, 1, 0.1, 0.2, 0.3), stop_token_id=9, stop_logprob=-1.5),
+    Hypotheses(2, [Hypothesis([3, 4], -1 / 3, Ending.END_OF_SEQUENCE, 9), Hypothesis([], -7.0, Ending.MAX_TOKENS)]),
     Failed(1, "POOL_LOST", "memd ist fort: ‰", retry_after_s=1.0, metadata={"a": "b"}),
     EngineState("serving", "", 2**64 - 1, 16, 100, 1, 2, Counters(steps=3, forward_s=0.25)),
 ]
@@ -55,6 +63,11 @@ def test_every_message_arrives_as_it_was_sent(message: Any) -> None:
     assert type(arrived) is type(message)
     if isinstance(message, Finished):
         assert arrived.ending is Ending.STOP_TOKEN
+    if isinstance(message, Hypotheses):
+        assert [each.ending for each in arrived.items] == [Ending.END_OF_SEQUENCE, Ending.MAX_TOKENS]
+        assert isinstance(arrived.items[0].ending, Ending)
+    if isinstance(message, Submit) and message.beam:
+        assert isinstance(arrived.beam.early_stopping, EarlyStopping)
     if isinstance(message, Tokens | ScoredTokens):
         assert isinstance(arrived.items[0], tuple)
 

@@ -82,7 +82,9 @@ class GenerationServiceServicer:
 
     def Generate(self, request, context):
         """Streams the continuation of a prompt: started, then logprobs of the prompt if asked for, then tokens, then finished,
-        which is always the last message of a stream that ends OK. Cancelling the call stops the work and frees the blocks
+        which is always the last message of a stream that ends OK. With n, best_of or beam there are several continuations:
+        each has tokens and one finished under its index, and the stream ends with the finished of the last one to end, which
+        alone has usage. Cancelling the call stops the work and frees the blocks
         within one step, and so does its deadline, wherever the request stands then, in the queue too. Not idempotent unless
         seed is given (then, in float32, the same request gives the same tokens).
         INVALID_ARGUMENT / PROMPT_EMPTY: the prompt has no tokens; send some text.
