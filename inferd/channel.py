@@ -21,9 +21,8 @@ from functools import partial
 from typing import Any, Self
 
 from inferd.core import messages
+from inferd.core.beam_values import Beam, EarlyStopping
 from inferd.core.messages import (
-    Beam,
-    EarlyStopping,
     Ending,
     Finished,
     Hypothesis,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 from google.protobuf import duration_pb2
 
@@ -26,7 +27,7 @@ MAX_SCORED = 1024
 
 
 class Continuation:
-    """Reads a stream to its end. Every token is given out once, with the text that is certain by then.
+    """Turns a stream into events. Every token is given out once, with the text that is certain by then.
 
     While nobody takes what is given out, tokens pile up in the stream and then come as one message, or as few as hold
     their logprobs.
@@ -35,24 +36,43 @@ class Continuation:
     def __init__(
         self, dispatcher: Dispatcher, stream: TokenStream, detokenizer: Detokenizer, stops: StopFinder
     ) -> None:
+        self.used: Used | None = None
+        """What it used, when it is complete."""
         self._dispatcher = dispatcher
         self._stream = stream
         self._detokenizer = detokenizer
         self._stops = stops
         self._generated = 0
+        self._logprobs: list[float] = []
 
-    async def events(self) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Tokens as they come, then finished. Raises what the engine ended the request with."""
-        ended = False
-        while self._stops.found is None and not ended:
-            ended = self._stream.end is not None  # asked before the read, which then has all there is
-            tokens = await self._stream.read()
-            for event in self._news(tokens, *self._stream.take_logprobs()):
-                yield event
-        whole = self._stops.found is None and isinstance(self._stream.end, Finished)
-        if whole and (text := self._rest()):
+    @property
+    def mean_logprob(self) -> float:
+        """Of its tokens so far, the one that ended it included; 0 if there are none. Only of those with logprobs."""
+        return math.fsum(self._logprobs) / len(self._logprobs) if self._logprobs else 0.0
+
+    def events(self) -> Iterator[pb.GenerateResponse]:
+        """Tokens since the last call, then, if that was all, finished, without usage: `used` is set just before it.
+
+        Raises what the engine ended the request with.
+        """
+        ended = self._stream.end is not None  # asked before the tokens are taken, which then are all there are
+        tokens, logprobs = self._stream.take(), self._stream.take_logprobs()
+        if self._stops.found is None:
+            yield from self._news(tokens, *logprobs)
+            if self._stops.found is not None:
+                self._dispatcher.cancel(self._stream)
+        if ended:
+            yield from self._end()
+
+    def _end(self) -> Iterator[pb.GenerateResponse]:
+        cut = self._stops.found is not None
+        end = finished_of(self._stream, cut=cut)
+        if not cut and (text := self._rest()):
             yield _tokens(text, [])
-        yield _finished(await self._end(), self._stops.found, self._generated)
+        if not cut and end.stop_logprob is not None:
+            self._logprobs.append(end.stop_logprob)
+        self.used = dataclasses.replace(end.used, generated_tokens=self._generated)
+        yield finished(end.ending, self._stops.found, end.stop_token_id)
 
     def _news(
         self, token_ids: list[int], prompt: Sequence[PromptLogprobs], logprobs: list[TokenLogprobs]
@@ -72,6 +92,7 @@ class Continuation:
             last = first + MAX_SCORED
             for event in self._tokens(token_ids[first:last]):
                 some = logprobs[first : first + len(event.tokens.token_ids)]
+                self._logprobs += [each.logprob for each in some]
                 event.tokens.logprobs.extend(_logprobs(each) for each in some)
                 yield event
 
@@ -91,16 +112,19 @@ class Continuation:
         text = self._stops.feed(self._detokenizer.flush())
         return text if self._stops.found is not None else text + self._stops.flush()
 
-    async def _end(self) -> Finished:
-        """The engine's account, waited for if a stop text ended the request before the engine did."""
-        self._dispatcher.cancel(self._stream)
-        while (end := self._stream.end) is None:
-            await self._stream.read()
-        if isinstance(end, PagepoolError):
-            raise end
-        if end.ending is Ending.CANCELLED and self._stops.found is None:
-            raise PagepoolError(Reason.DRAINING, "the worker stopped before the request ended", retry_after_s=1.0)
-        return end
+
+def finished_of(stream: TokenStream, *, cut: bool = False) -> Finished:
+    """The engine's account of a stream that has ended. Raises what it ended with, if that is an error.
+
+    DRAINING if the engine cancelled it, unless it was `cut` by a stop text.
+    """
+    end = stream.end
+    if isinstance(end, PagepoolError):
+        raise end
+    assert end is not None
+    if end.ending is Ending.CANCELLED and not cut:
+        raise PagepoolError(Reason.DRAINING, "the worker stopped before the request ended", retry_after_s=1.0)
+    return end
 
 
 def _tokens(text: str, token_ids: list[int]) -> pb.GenerateResponse:
@@ -116,17 +140,15 @@ def _logprobs(found: TokenLogprobs) -> pb.TokenLogprobs:
     )
 
 
-def _finished(end: Finished, stop_text: str | None, generated: int) -> pb.GenerateResponse:
-    used = dataclasses.replace(end.used, generated_tokens=generated)
-    finished = pb.GenerateFinished(reason=pb.FINISH_REASON_STOP, stop_text=stop_text or "", usage=_usage(used))
-    if stop_text is None:
-        finished.reason = _REASONS[end.ending]
-        if end.stop_token_id is not None:
-            finished.stop_token_id = end.stop_token_id
-    return pb.GenerateResponse(finished=finished)
+def finished(ending: Ending, stop_text: str | None, stop_token_id: int | None) -> pb.GenerateResponse:
+    """The event of a continuation that ended so, without usage; a stop text that was found is the reason."""
+    if stop_text is not None:
+        return pb.GenerateResponse(finished=pb.GenerateFinished(reason=pb.FINISH_REASON_STOP, stop_text=stop_text))
+    return pb.GenerateResponse(finished=pb.GenerateFinished(reason=_REASONS[ending], stop_token_id=stop_token_id))
 
 
-def _usage(used: Used) -> pb.Usage:
+def usage(used: Used) -> pb.Usage:
+    """What was used, as the wire has it."""
     return pb.Usage(
         prompt_tokens=used.prompt_tokens,
         cached_tokens=used.cached_tokens,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,8 @@ from inferd.core.messages import (
     EngineState,
     Failed,
     Finished,
+    Hypotheses,
+    Hypothesis,
     ModelCard,
     PromptLogprobs,
     ScoredTokens,
@@ -28,18 +29,21 @@ End = Finished | PagepoolError
 
 
 class TokenStream:
-    """The tokens of one request as the engine delivers them, for one reader.
+    """The tokens of one continuation as the engine delivers them, for one reader.
 
-    Holds at most the request's max_tokens ids, however slow the reader is, and the logprobs that it asked for.
+    Holds at most the request's max_tokens ids, however slow the reader is, and the logprobs that it asked for. `news`
+    is set whenever there is something to take; the continuations of one request share it, and the reader clears it.
     """
 
-    def __init__(self, request: int) -> None:
+    def __init__(self, request: int, news: asyncio.Event) -> None:
         self.request = request
         self.end: End | None = None
+        self.hypotheses: list[Hypothesis] = []
+        """What a beam search found, when it has ended."""
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[PromptLogprobs] = []
-        self._news = asyncio.Event()
+        self._news = news
 
     def deliver(self, tokens: list[int]) -> None:
         """More tokens."""
@@ -62,18 +66,15 @@ class TokenStream:
             self.end = end
             self._news.set()
 
-    async def read(self) -> list[int]:
-        """Waits for news; the tokens since the last call, maybe none. Whether that was all says `end`."""
-        if self.end is None:
-            await self._news.wait()
-            self._news.clear()
+    def take(self) -> list[int]:
+        """The tokens since the last call, maybe none. Whether those are the last says `end`, asked before."""
         tokens, self._tokens = self._tokens, []
         return tokens
 
     def take_logprobs(self) -> tuple[list[PromptLogprobs], list[TokenLogprobs]]:
-        """What came beside the tokens of the last `read`: parts of the prompt before them, and one for each of them.
+        """What came beside the tokens of the last `take`: parts of the prompt before them, and one for each of them.
 
-        To be called right after `read`; both are empty unless the request asked for logprobs.
+        To be called right after `take`; both are empty unless the request asked for logprobs.
         """
         prompt, self._prompt_logprobs = self._prompt_logprobs, []
         logprobs, self._logprobs = self._logprobs, []
@@ -95,11 +96,11 @@ class Dispatcher:
         self._on_change = on_change
         self._send: Callable[[Any], None] | None = None
         self._streams: dict[int, TokenStream] = {}
-        self._numbers = itertools.count(1)
+        self._next = 1
 
     @property
     def open_requests(self) -> int:
-        """Requests that have not ended."""
+        """Continuations that have not ended."""
         return len(self._streams)
 
     def require_serving(self) -> None:
@@ -121,17 +122,18 @@ class Dispatcher:
         found = {"phase": self.state.phase, "detail": detail}
         return PagepoolError(Reason.ENGINE_STARTING, message, retry_after_s=STARTING_RETRY_S, **found)
 
-    def submit(self, draft: Submit) -> TokenStream:
-        """Sends a request, numbered anew, to the engine. Raises what `require_serving` raises.
+    def submit(self, draft: Submit, news: asyncio.Event) -> list[TokenStream]:
+        """Sends a request, numbered anew, to the engine; a stream for each of its samples, which set `news`.
 
-        The caller gives the stream back by `release`, in any case.
+        Raises what `require_serving` raises. The caller gives each stream back by `release`, in any case.
         """
         self.require_serving()
-        stream = TokenStream(next(self._numbers))
-        if not self._tell(dataclasses.replace(draft, request=stream.request)):
+        first, self._next = self._next, self._next + draft.n
+        if not self._tell(dataclasses.replace(draft, request=first)):
             raise self.starting()
-        self._streams[stream.request] = stream
-        return stream
+        streams = [TokenStream(number, news) for number in range(first, self._next)]
+        self._streams.update((stream.request, stream) for stream in streams)
+        return streams
 
     def cancel(self, stream: TokenStream) -> None:
         """Has the engine stop; its Finished comes as the stream's end."""
@@ -166,8 +168,8 @@ class Dispatcher:
             for request, tokens in message.items:
                 if stream := self._streams.get(request):
                     stream.deliver(tokens)
-        elif isinstance(message, ScoredTokens | PromptLogprobs):
-            self._receive_logprobs(message)
+        elif isinstance(message, ScoredTokens | PromptLogprobs | Hypotheses):
+            self._receive_more(message)
         elif isinstance(message, Finished):
             self._finish(message.request, message)
         elif isinstance(message, Failed) and message.request == 0:
@@ -180,7 +182,12 @@ class Dispatcher:
         elif isinstance(message, EngineState):
             self._enter(message)
 
-    def _receive_logprobs(self, message: ScoredTokens | PromptLogprobs) -> None:
+    def _receive_more(self, message: ScoredTokens | PromptLogprobs | Hypotheses) -> None:
+        """What only some requests ask for."""
+        if isinstance(message, Hypotheses):
+            if stream := self._streams.get(message.request):
+                stream.hypotheses = message.items
+            return
         if isinstance(message, PromptLogprobs):
             if stream := self._streams.get(message.request):
                 stream.deliver_prompt(message)

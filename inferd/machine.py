@@ -64,7 +64,8 @@ class CpuMachine:
     """The CPU with so many threads; its kernels are compiled when this returns."""
 
     device = CPU
-    unsupported_fields: tuple[str, ...] = ()
+    # The engine has no forks yet.
+    unsupported_fields: tuple[str, ...] = ("n", "best_of", "beam")
 
     def __init__(self, threads: int, tell: Tell) -> None:
         torch.set_num_threads(threads)
@@ -96,7 +97,7 @@ class GpuMachine:
     """CUDA device `index`, current on this thread until `close`: also PyCUDA's, for the mapping of memd's memory."""
 
     # Its sampler takes tokens on the device and knows temperature, top_k, top_p and min_p.
-    unsupported_fields = LOGITS_FIELDS
+    unsupported_fields = (*LOGITS_FIELDS, "n")
 
     def __init__(self, index: int, options: GpuOptions, tell: Tell) -> None:
         self.device = torch.device("cuda", index)

@@ -9,12 +9,22 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
+from inferd.answer import Events, as_they_come, beams, best_of
 from inferd.continuation import Continuation, duration
 from inferd.core.messages import Counters, ModelCard
-from inferd.dispatch import Dispatcher
+from inferd.dispatch import Dispatcher, TokenStream
+from inferd.text.detokenizer import Detokenizer
 from inferd.text.stops import StopFinder
 from inferd.text.tokenizer import Tokenizer
-from inferd.validation import check, check_messages, check_token_ids, prompt_empty, prompt_too_long, token_prompt
+from inferd.validation import (
+    Checked,
+    check,
+    check_messages,
+    check_token_ids,
+    prompt_empty,
+    prompt_too_long,
+    token_prompt,
+)
 from pagepool.errors import invalid_field
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 
@@ -43,24 +53,41 @@ class GenerationService:
         self._tokenizer = await asyncio.get_running_loop().run_in_executor(self._thread, load)
 
     async def generate(self, request: pb.GenerateRequest, _: Any) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Started, tokens, finished. Leaving it early cancels the request in the engine."""
+        """Started, then tokens and finished of each continuation. Leaving it early cancels them in the engine."""
         self._dispatcher.require_serving()
         card, tokenizer = self._ready()
         checked = check(request, card)
         prompt = await self._prompt(request, card, tokenizer)
-        submit = checked.submit(prompt, card)
-        stream = self._dispatcher.submit(submit)
+        submit, news = checked.submit(prompt, card), asyncio.Event()
+        streams = self._dispatcher.submit(submit, news)
         try:
             started = pb.GenerateStarted(
-                request_id=checked.request_id, seed=submit.sampling.seed, prompt_tokens=len(prompt)
+                request_id=checked.request_id,
+                seed=submit.sampling.seed,
+                prompt_tokens=len(prompt),
+                num_continuations=checked.strategy.returned,
             )
             yield pb.GenerateResponse(started=started)
-            stops, detokenizer = StopFinder(checked.stops), tokenizer.detokenizer(prompt)
-            async with aclosing(Continuation(self._dispatcher, stream, detokenizer, stops).events()) as events:
+            detokenizer = partial(tokenizer.detokenizer, prompt)
+            async with aclosing(self._events(checked, streams, news, detokenizer)) as events:
                 async for event in events:
                     yield event
         finally:
-            self._dispatcher.release(stream)
+            for stream in streams:
+                self._dispatcher.release(stream)
+
+    def _events(
+        self, checked: Checked, streams: list[TokenStream], news: asyncio.Event, detokenizer: Callable[[], Detokenizer]
+    ) -> Events:
+        strategy = checked.strategy
+        if strategy.beam is not None:
+            return beams(streams[0], news, detokenizer)
+        continuations = [
+            Continuation(self._dispatcher, stream, detokenizer(), StopFinder(checked.stops)) for stream in streams
+        ]
+        if strategy.ranked:
+            return best_of(continuations, news, strategy.returned, scored=checked.scored)
+        return as_they_come(continuations, news)
 
     async def tokenize(self, request: pb.TokenizeRequest, _: Any) -> pb.TokenizeResponse:
         """Text to ids."""

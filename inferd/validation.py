@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from inferd.core.messages import Adjustments, ModelCard, Sampling, Submit
 from inferd.core.speculation import MAX_SPECULATE_TOKENS
+from inferd.strategy import Strategy, check_strategy
 from pagepool.errors import PagepoolError, Reason, invalid_field
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.token_ids import TOKEN_BYTES, unpack
@@ -25,12 +26,14 @@ MAX_REQUEST_ID_BYTES, MAX_SALT_BYTES = 128, 64
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A request without its prompt, found in order."""
+    """A request without its prompt, found in order; `scored` if it asked for logprobs of its tokens."""
 
     request_id: str
     max_tokens: int | None
     stops: list[str]
     draft: Submit
+    strategy: Strategy
+    scored: bool
 
     def submit(self, prompt: list[int], card: ModelCard) -> Submit:
         """The request with its prompt. Raises PROMPT_EMPTY or PROMPT_TOO_LONG."""
@@ -52,6 +55,10 @@ def check(request: pb.GenerateRequest, card: ModelCard) -> Checked:
     _at_most("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKENS, "ids", "give fewer")
     check_token_ids("stop_token_ids", request.stop_token_ids, card)
     _at_most("cache_salt", len(request.cache_salt), MAX_SALT_BYTES, "bytes", "use a digest of it")
+    strategy = check_strategy(request)
+    for field, value in strategy.fields.items():
+        _check_supported(field, value, card)
+    logprobs = _logprobs("logprobs", request, card)
     draft = Submit(
         request=0,
         prompt=[],
@@ -62,12 +69,15 @@ def check(request: pb.GenerateRequest, card: ModelCard) -> Checked:
         salt=request.cache_salt,
         priority=request.priority,
         adjustments=_adjustments(request.sampling, card),
-        logprobs=_logprobs("logprobs", request, card),
+        logprobs=0 if strategy.ranked and logprobs is None else logprobs,
         prompt_logprobs=_logprobs("prompt_logprobs", request, card),
         speculate_tokens=_speculate_tokens(request),
+        n=strategy.samples,
+        beam=strategy.beam,
     )
     max_tokens = request.max_tokens if request.HasField("max_tokens") else None
-    return Checked(request.request_id or uuid.uuid4().hex, max_tokens, list(request.stop), draft)
+    name, stops = request.request_id or uuid.uuid4().hex, list(request.stop)
+    return Checked(name, max_tokens, stops, draft, strategy, scored=logprobs is not None)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], card: ModelCard) -> None:

@@ -20,7 +20,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from inferd.core.messages import Beam, EarlyStopping, Ending, Hypothesis
+from inferd.core.beam_values import Beam, EarlyStopping
+from inferd.core.messages import Ending, Hypothesis
 
 Likeliest = tuple[Sequence[int], Sequence[float]]
 """Token ids and their logprobs, likeliest first."""

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from inferd.channel import EngineChannel, FrontChannel, coalesce, decode, encode
+from inferd.core.beam_values import Beam, EarlyStopping
 from inferd.core.messages import (
     Adjustments,
-    Beam,
     Cancel,
     Counters,
-    EarlyStopping,
     Ending,
     EngineState,
     Failed,

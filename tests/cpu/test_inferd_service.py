@@ -792,6 +792,8 @@ WISHES = {
     "sampling.logit_bias": {"sampling": {"logit_bias": {3: 1}}},
     "logprobs": {"logprobs": 0},
     "prompt_logprobs": {"prompt_logprobs": 0},
+    "best_of": {"best_of": 2},
+    "beam": {"beam": {"width": 2}},
 }
 
 
