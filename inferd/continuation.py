@@ -156,6 +156,7 @@ def usage(used: Used) -> pb.Usage:
         queue_time=duration(used.queue_s),
         prefill_time=duration(used.prefill_s),
         decode_time=duration(used.decode_s),
+        preemptions=used.preemptions,
         draft_tokens=used.draft_tokens,
         accepted_tokens=used.accepted_tokens,
     )

@@ -10,15 +10,17 @@ nothing to compute, on one signal that both the front's messages and the pool's 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import structlog
 
 from inferd.channel import Message
-from inferd.core.messages import Cancel, Counters, Ending, Finished, Shutdown, Submit
 from inferd.core.pace import QueuePace
-from inferd.core.ports import Capacity, Draining, Grant, Lost, Refusal
-from inferd.core.scheduler import Limits, Plan, Scheduler
+from inferd.core.limits import Limits
+from inferd.core.messages import Cancel, Ending, Finished, Shutdown, Submit
+from inferd.core.plan import Plan
+from inferd.core.ports import Capacity, Draining, Grant, Lost, Refusal, Victim
+from inferd.core.reserve import CLAIM_EVERY_S
+from inferd.core.scheduler import Scheduler
 from inferd.core.sequence import Phase, Sequence
 from inferd.delivery import deliver
 from inferd.engine_state import StateReporter
@@ -26,6 +28,7 @@ from inferd.failures import draining, engine_failed, failed, pool_lost
 from inferd.flight import Flight, Landed
 from inferd.surroundings import Attachment, Model, Surroundings
 from pagepool.errors import Code, PagepoolError, Reason
+from inferd.tally import Tally
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
 REST_S = 60.0
@@ -48,12 +51,11 @@ class Engine:
         self._attachment: Attachment | None = None
         self._flight = Flight()
         self._pace = QueuePace()
-        self._step_ended = 0.0
         self._warm = False
         self._attach_at, self._retry_s = 0.0, FIRST_RETRY_S
         self._detach_at: float | None = None
         self._stop_at: float | None = None
-        self._counters = Counters()
+        self._tally = Tally()
         self._reporter = StateReporter(surroundings.send)
 
     def run(self) -> None:
@@ -73,7 +75,7 @@ class Engine:
         self._take_events(self._attachment, began)
         if self._attachment is None:
             return 0.0
-        self._tell(self._attachment)
+        self._tell(self._attachment, began)
         if self._stop_at is not None and (not self._scheduler.running or began >= self._stop_at):
             return self._stop()
         if self._detach_at is not None and (not self._scheduler.running or began >= self._detach_at):
@@ -146,6 +148,8 @@ class Engine:
             return rest_s
         self._attachment, self._retry_s = attachment, FIRST_RETRY_S
         self._scheduler.attach(attachment.pool.info)
+        for sequence in self._scheduler.unfit():
+            self._fail(sequence, self._scheduler.too_large(sequence, attachment.pool.info.num_blocks))
         self._reporter.enter("serving", self._around.clock(), info=attachment.pool.info)
         log.info("attached", epoch=attachment.pool.info.epoch, num_blocks=attachment.pool.info.num_blocks)
         return 0.0
@@ -166,14 +170,15 @@ class Engine:
         for event in attachment.pool.poll():
             match event:
                 case Grant():
-                    self._scheduler.granted(event)
-                    cached = self._counters.cached_tokens + event.cached_tokens
-                    self._counters = replace(self._counters, cached_tokens=cached)
+                    if (sequence := self._scheduler.granted(event)) and not sequence.num_preemptions:
+                        self._tally.add(cached_tokens=event.cached_tokens)
                 case Refusal():
                     if sequence := self._scheduler.refused(event):
                         self._fail(sequence, self._scheduler.too_large(sequence, event.total_blocks))
                 case Capacity():
                     self._scheduler.freed()
+                case Victim(table_id):
+                    self._scheduler.victim(table_id)
                 case Draining(grace_s):
                     self._detach_at = now + grace_s
                     self._scheduler.admitting = False
@@ -181,10 +186,12 @@ class Engine:
                     self._lose(message, now)
                     return
 
-    def _tell(self, attachment: Attachment) -> None:
-        if step := self._scheduler.take_step():
+    def _tell(self, attachment: Attachment, now: float) -> None:
+        steps = self._scheduler.take_steps(now)
+        for step in steps:
             attachment.pool.submit(step)
-            self._counters = replace(self._counters, memd_steps=self._counters.memd_steps + 1)
+        if steps:
+            self._tally.add(memd_steps=len(steps))
 
     def _lose(self, why: str, now: float) -> None:
         assert self._attachment is not None
@@ -231,18 +238,8 @@ class Engine:
         if step.error is not None:
             self._step_failed(plan, step.error)
             return
-        delivered = self._deliver(step)
-        now = self._around.clock()
-        # Steps overlap, their times shall not: a step lasts from the end of the one before.
-        step_s, self._step_ended = now - max(step.began, self._step_ended), now
-        self._counters = replace(
-            self._counters,
-            steps=self._counters.steps + 1,
-            prefill_tokens=self._counters.prefill_tokens + plan.prefill_tokens,
-            generated_tokens=self._counters.generated_tokens + delivered,
-            forward_s=self._counters.forward_s + step.forward_s,
-            step_s=self._counters.step_s + step_s,
-        )
+        generated = self._deliver(step)
+        self._tally.step(step, generated, self._around.clock())
 
     def _step_failed(self, plan: Plan, error: Exception) -> None:
         for sequence, _ in plan.chunks:
@@ -273,6 +270,8 @@ class Engine:
         self._forget(sequence, failed(sequence.request, error))
 
     def _forget(self, sequence: Sequence, last_words: Message) -> None:
+        if sequence.num_recomputed:
+            self._tally.add(recomputed_tokens=sequence.num_recomputed)
         del self._sequences[sequence.request]
         self._pace.left(self._around.clock())
         self._around.send(last_words)
@@ -283,9 +282,9 @@ class Engine:
         self._note()
         due_s = self._reporter.send_if_due(self._around.clock())
         deadlines = [at - self._around.clock() for at in (self._stop_at, self._detach_at) if at is not None]
-        return max(0.0, min([REST_S if due_s is None else due_s, *deadlines]))
+        claim_s = CLAIM_EVERY_S if self._scheduler.claims else REST_S
+        return max(0.0, min([REST_S if due_s is None else due_s, claim_s, *deadlines]))
 
     def _note(self) -> None:
-        unary = self._attachment.unary_calls() if self._attachment else self._counters.memd_unary_calls
-        self._counters = replace(self._counters, memd_unary_calls=unary)
-        self._reporter.note(len(self._scheduler.waiting), len(self._scheduler.running), self._counters)
+        self._tally.note(self._scheduler, self._attachment.unary_calls() if self._attachment else None)
+        self._reporter.note(len(self._scheduler.waiting), len(self._scheduler.running), self._tally.counters)

@@ -19,8 +19,8 @@ import structlog
 
 from inferd import surroundings
 from inferd.channel import EngineChannel
+from inferd.core.limits import Limits
 from inferd.core.messages import EngineState, ModelCard, Setup, Shutdown
-from inferd.core.scheduler import Limits
 from inferd.device import respawning, settle
 from inferd.engine import Engine
 from inferd.failures import failed

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from inferd.core.scheduler import Plan
+from inferd.core.plan import Plan
 from inferd.logprobs import Scores
 from inferd.sampler import Row
 from inferd.surroundings import DeviceLostError, Model, Pending

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from inferd.core.limits import Limits
 from inferd.core.messages import LOGITS_FIELDS
-from inferd.core.scheduler import Limits
 from inferd.model.load import CPU, ServedModel
 from inferd.model.runner import ModelRunner
 from inferd.surroundings import Model

@@ -190,4 +190,7 @@ def _counters(counters: Counters) -> pb.EngineCounters:
         step_time=duration(counters.step_s),
         memd_unary_calls=counters.memd_unary_calls,
         memd_steps=counters.memd_steps,
+        preemptions=counters.preemptions,
+        recomputed_tokens=counters.recomputed_tokens,
+        starved_steps=counters.starved_steps,
     )

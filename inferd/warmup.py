@@ -6,9 +6,9 @@ import time
 
 import structlog
 
+from inferd.core.limits import Limits
 from inferd.core.messages import Sampling
 from inferd.core.ports import Draining, Grant, KvPool, Lost, Refusal, Step, StepInput, TableRequest
-from inferd.core.scheduler import Limits
 from inferd.sampler import Row
 from inferd.surroundings import Model
 from pagekernels.layout import slot_mapping

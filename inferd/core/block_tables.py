@@ -9,22 +9,15 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from inferd.core.ports import Commit, Grant, Step
-from pagepool.pool_values import CopyOnWrite, Fork, Release, ReserveRequest, TableOperation, Take, Truncate
+from inferd.core.ports import BlockCopy, Grant, Step, TableRequest
+from inferd.core.step_words import StepWords
+from pagepool.pool_values import CopyOnWrite, Fork, Release, ReserveRequest, Suspend, Take, Truncate
 
 
 class ReserveShortError(Exception):
     """The reserve has too few blocks or table ids. Nothing was changed: ask for more, and try again."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """A block to copy before anything else is written: its packed entry, and that of the block that it is copied to."""
-
-    source: int
-    target: int
 
 
 @dataclass(slots=True, eq=False)
@@ -40,16 +33,6 @@ class BlockTable:
     num_tokens: int = 0
     num_prepared: int = 0
     cached_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Words:
-    """What one step message will say."""
-
-    commits: list[Commit] = field(default_factory=list)
-    operations: list[TableOperation] = field(default_factory=list)
-    frees: list[int] = field(default_factory=list)
-    reserves: list[ReserveRequest] = field(default_factory=list)
 
 
 class BlockTables:
@@ -71,7 +54,7 @@ class BlockTables:
         self._blocks: list[tuple[int, int]] = []  # the reserve: (block id, entry)
         self._ids: list[int] = []
         self._asked: dict[int, tuple[int, int]] = {}
-        self._words: list[_Words] = [_Words()]
+        self._words = StepWords()
 
     def __getitem__(self, table_id: int) -> BlockTable:
         return self._tables[table_id]
@@ -94,7 +77,20 @@ class BlockTables:
         """Whether memd has been asked for more and has not answered."""
         return bool(self._asked)
 
-    # -- what memd grants
+    def has_asked(self, ref: int) -> bool:
+        """Whether this is the number of a request for the reserve that has not been answered."""
+        return ref in self._asked
+
+    def room(self, table_id: int) -> int:
+        """Positions that the table has blocks for and that are not prepared yet."""
+        table = self._tables[table_id]
+        return len(table.block_ids) * self._size - table.num_prepared
+
+    # -- what memd is asked, and what it grants
+
+    def create(self, request: TableRequest) -> None:
+        """Ask for a table."""
+        self._words.create(request)
 
     def created(self, grant: Grant) -> BlockTable:
         """A table was granted."""
@@ -104,13 +100,16 @@ class BlockTables:
         self._holders.update(table.block_ids)
         return table
 
-    def ask(self, ref: int, num_blocks: int, num_tables: int) -> None:
-        """Have memd bring the reserve up to so many blocks and table ids, those counted that were asked for before."""
+    def ask(self, ref: int, num_blocks: int, num_tables: int, for_table_id: int = 0) -> None:
+        """Have memd bring the reserve up to so many blocks and table ids, those counted that were asked for before.
+
+        `for_table_id` is a table that cannot go on without them, for whose sake others may have to yield.
+        """
         blocks = num_blocks - len(self._blocks) - sum(asked for asked, _ in self._asked.values())
         ids = num_tables - len(self._ids) - sum(asked for _, asked in self._asked.values())
         if blocks > 0 or ids > 0:
             self._asked[ref] = max(blocks, 0), max(ids, 0)
-            self._words[-1].reserves.append(ReserveRequest(ref, *self._asked[ref]))
+            self._words.reserve(ReserveRequest(ref, *self._asked[ref], for_table_id))
 
     def granted(self, grant: Grant) -> None:
         """More for the reserve."""
@@ -125,7 +124,7 @@ class BlockTables:
     def give_back(self, num_blocks: int) -> None:
         """Give up to so many blocks of the reserve back to the pool."""
         for _ in range(min(num_blocks, len(self._blocks))):
-            self._words[-1].frees.append(self._blocks.pop()[0])
+            self._words.free(self._blocks.pop()[0])
 
     # -- what the worker does
 
@@ -147,7 +146,9 @@ class BlockTables:
             source.cached_tokens,
         )
         self._holders.update(source.block_ids)
-        self._words[-1].operations.append(Fork(table_id, new_id))
+        self._words.limit(table_id, -1)
+        self._words.limit(new_id, -1)
+        self._words.operate(Fork(table_id, new_id))
         return new_id
 
     def prepare(self, table_id: int, num_tokens: int) -> list[BlockCopy]:
@@ -155,6 +156,10 @@ class BlockTables:
         table = self._tables[table_id]
         end = table.num_prepared + num_tokens
         first, stop = table.num_prepared // self._size, -(-end // self._size)
+        # What a decode does, mostly.
+        if num_tokens == 1 and table.num_prepared % self._size and not self._is_shared(table, first):
+            table.num_prepared = end
+            return []
         shared = [index for index in range(first, min(stop, len(table.block_ids))) if self._is_shared(table, index)]
         missing = max(stop - len(table.block_ids), 0)
         if not num_tokens:
@@ -167,6 +172,13 @@ class BlockTables:
             self._take(table, missing)
         table.num_prepared = end
         return copies
+
+    def take_ahead(self, table_id: int) -> bool:
+        """Add a block of the reserve to a table, for the tokens after those prepared; False if there is none."""
+        if not self._blocks:
+            return False
+        self._take(self._tables[table_id], 1)
+        return True
 
     def retract(self, table_id: int, length: int) -> None:
         """Positions from `length` on will not be committed, and may be written anew; the table keeps its blocks."""
@@ -183,9 +195,7 @@ class BlockTables:
             room = table.num_prepared - table.num_tokens
             raise ValueError(f"{len(token_ids)} tokens are committed to table {table_id}, but {room} were prepared")
         table.num_tokens += len(token_ids)
-        if self._words[-1].operations or self._words[-1].frees:  # memd applies commits first
-            self._words.append(_Words())
-        self._words[-1].commits.append(Commit(table_id, token_ids))
+        self._words.commit(table_id, token_ids, table.num_tokens)
 
     def truncate(self, table_id: int, num_tokens: int) -> list[BlockCopy]:
         """Drop the tokens from a length on, those being written too; the copy to be made before anything is written."""
@@ -198,26 +208,34 @@ class BlockTables:
         self._require(by_copy)
         block_id = self._blocks[0][0] if by_copy else 0
         copies = [self._replace(table, index, report=False)] if by_copy else []
-        self._words[-1].operations.append(Truncate(table_id, num_tokens, block_id))
+        self._words.operate(Truncate(table_id, num_tokens, block_id), unshares=True)
         self._drop(table, index + bool(rest), -(-table.num_tokens // self._size))
         table.num_tokens = table.num_prepared = num_tokens
         table.cached_tokens = min(table.cached_tokens, index * self._size)
         return copies
 
+    def suspend(self, table_id: int, token_ids: Sequence[int]) -> None:
+        """Give all blocks of a table up; memd keeps its tokens, and after them these, until it gets blocks again."""
+        self._words.operate(Suspend(table_id, token_ids), unshares=self._end(table_id))
+
     def release(self, table_id: int) -> None:
         """End a table."""
-        table = self._tables.pop(table_id)
-        self._forget(table.block_ids)
-        self._words[-1].operations.append(Release(table_id))
+        self._words.operate(Release(table_id), unshares=self._end(table_id))
+
+    def drop_suspended(self, table_id: int) -> None:
+        """End a table that was suspended."""
+        self._words.operate(Release(table_id))
 
     def take_steps(self) -> list[Step]:
         """What memd has to be told since the last call: mostly one step, none if there is nothing."""
-        words, self._words = self._words, [_Words()]
-        steps = [
-            Step(commits=each.commits, operations=each.operations, frees=each.frees, reserves=each.reserves)
-            for each in words
-        ]
-        return [step for step in steps if step]
+        return self._words.take()
+
+    def _end(self, table_id: int) -> bool:
+        """Forget a table; whether others have blocks of it."""
+        table = self._tables.pop(table_id)
+        shared = any(self._holders[block_id] > 1 for block_id in table.block_ids)
+        self._forget(table.block_ids)
+        return shared
 
     def _is_shared(self, table: BlockTable, index: int) -> bool:
         return self._holders[table.block_ids[index]] > 1
@@ -235,16 +253,17 @@ class BlockTables:
         table.entries = array("I", table.entries)
         table.entries[index] = entry
         if report:
-            self._words[-1].operations.append(CopyOnWrite(table.table_id, index, (block_id,)))
+            self._words.operate(CopyOnWrite(table.table_id, index, (block_id,)), unshares=True)
         return copy
 
     def _take(self, table: BlockTable, count: int) -> None:
+        self._words.limit(table.table_id, len(table.block_ids) * self._size)
         taken, self._blocks = self._blocks[:count], self._blocks[count:]
         ids = [block_id for block_id, _ in taken]
         table.block_ids += ids
         table.entries = array("I", [*table.entries, *(entry for _, entry in taken)])
         self._holders.update(ids)
-        self._words[-1].operations.append(Take(table.table_id, ids))
+        self._words.operate(Take(table.table_id, ids))
 
     def _drop(self, table: BlockTable, first: int, stop: int) -> None:
         """Blocks first to stop - 1 of a table are not its own any more."""

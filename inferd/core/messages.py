@@ -157,7 +157,10 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What a request used; times in seconds. accepted_tokens are those of its drafts that were right."""
+    """What a request used; times in seconds.
+
+    preemptions: how often its blocks went to a more urgent request; accepted_tokens: those of its drafts that were right.
+    """
 
     prompt_tokens: int
     cached_tokens: int
@@ -165,6 +168,7 @@ class Used:
     queue_s: float
     prefill_s: float
     decode_s: float
+    preemptions: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
 
@@ -261,7 +265,9 @@ class Counters:
     """What the engine has done since its start; times in seconds.
 
     step_s is the time of its steps: each from when the engine began with it, or the step before was over, until its
-    tokens were handed over. forward_s is what the model's forward had of it, without sampling.
+    tokens were handed over. forward_s is what the model's forward had of it, without sampling. preemptions counts how
+    often a request gave its blocks up for a more urgent one, recomputed_tokens those whose KV was computed again after
+    it, and starved_steps the steps that a sequence had no part in because memd had not granted its next block yet.
     """
 
     steps: int = 0
@@ -272,6 +278,9 @@ class Counters:
     step_s: float = 0.0
     memd_unary_calls: int = 0
     memd_steps: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    starved_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

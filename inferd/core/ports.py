@@ -20,9 +20,11 @@ from pagepool.pool_values import (
     Refusal,
     Step,
     TableRequest,
+    Victim,
 )
 
 __all__ = [
+    "BlockCopy",
     "Capacity",
     "Commit",
     "Draining",
@@ -36,6 +38,7 @@ __all__ = [
     "StepInput",
     "TableRequest",
     "Target",
+    "Victim",
 ]
 
 
@@ -66,6 +69,14 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A block to copy before anything else is written: its packed entry, and that of the block that it is copied to."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepInput:
     """One forward over packed, padding-free sequences; T tokens of S sequences.
 
@@ -78,6 +89,7 @@ class StepInput:
     tables       [S]; packed entries of each sequence's block table, the same object as long as they do not change
     logit_rows   rows of T from which a token is sampled
     targets      whose logprobs are wanted; empty unless the model's pending steps are inferd.surroundings.Scoring
+    copies       blocks to copy before the step writes anything
     """
 
     token_ids: Sequence[int]
@@ -88,3 +100,4 @@ class StepInput:
     tables: Sequence[Sequence[int]]
     logit_rows: Sequence[int]
     targets: Sequence[Target] = ()
+    copies: Sequence[BlockCopy] = ()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
 
+from inferd.core.block_tables import BlockTable
 from inferd.core.history import Extras
 from inferd.core.messages import Ending, Submit, Used
-from inferd.core.ports import Grant, Target
+from inferd.core.ports import Target
 from pagepool.errors import PagepoolError, Reason, invalid_field
 
 
@@ -24,7 +24,7 @@ class Phase(Enum):
 _NEXT: dict[Phase, frozenset[Phase]] = {
     Phase.WAITING: frozenset({Phase.PREFILL, Phase.FINISHED}),
     Phase.PREFILL: frozenset({Phase.WAITING, Phase.DECODE, Phase.FINISHED}),
-    Phase.DECODE: frozenset({Phase.FINISHED}),
+    Phase.DECODE: frozenset({Phase.WAITING, Phase.FINISHED}),
     Phase.FINISHED: frozenset(),
 }
 
@@ -36,12 +36,16 @@ class Sequence:
 
         [0, num_computed)               KV is in the pool; of these [0, cached_tokens) were found there
         [num_computed, num_launched)    in steps that were launched and not collected, `in_flight` in number
-        [num_launched, length)          for the steps to come: the rest of the prompt, or the last token
+        [num_launched, length)          for the steps to come: the rest of [0, num_prefill), or the last token
         [length, max_length)            of later steps
 
     Of those below `length`, [len(tokens), length) are being sampled and not known yet; the last of them is sampled from
-    logit row `row` of the latest step. Times are seconds of the engine's clock; None until it has happened.
-    PagepoolError if there is nothing to do.
+    logit row `row` of the `sampled_in`th plan. What was known when the table was granted, [0, num_prefill), is computed
+    in chunks: the prompt, and after a preemption what was generated before it.
+
+    A sequence that is `yielding` takes part in no more steps until its blocks are gone; then it waits, with its tokens
+    and the id of its suspended table, until it gets blocks again. Times are seconds of the engine's clock; None until
+    it has happened. PagepoolError if there is nothing to do.
     """
 
     def __init__(self, submit: Submit, arrived_at: float) -> None:
@@ -53,15 +57,18 @@ class Sequence:
         self.request = submit.request
         self.phase = Phase.WAITING
         self.tokens = list(submit.prompt)
-        self.length = self.num_prompt = len(self.tokens)
+        self.length = self.num_prompt = self.num_prefill = len(self.tokens)
         self.max_length = self.num_prompt + submit.max_tokens
         self.num_computed = self.num_launched = self.in_flight = 0
-        self.row = 0
+        self.row = self.sampled_in = 0
         self.extras = Extras.of(submit)
         self.num_scored = 1  # prompt tokens whose logprobs need no more steps; nothing comes before the first
         self.cached_tokens = 0
-        self.table_id = 0
-        self.entries: Seq[int] = ()
+        self.table: BlockTable | None = None
+        self.suspended_id = 0  # of the table that it resumes, 0 for a new one
+        self.yielding = False
+        self.num_preemptions = self.num_recomputed = 0
+        self.most_computed = 0  # the KV of so many tokens was there before the last preemption
         self.stop_token_ids = frozenset(submit.stop_token_ids)
         self.arrived_at = arrived_at
         self.started_at: float | None = None
@@ -84,7 +91,7 @@ class Sequence:
 
         And none, for a sequence whose history decides what comes next, while its last token is not known.
         """
-        if self.length >= self.max_length:
+        if self.length >= self.max_length or self.yielding:
             return 0
         if self.extras is not None and self.extras.history is not None:
             return len(self.tokens) - self.num_launched if self.length == len(self.tokens) else 0
@@ -100,37 +107,61 @@ class Sequence:
         """Blocks that hold the whole request. The last token is never computed, so it needs no place."""
         return -(-(self.max_length - 1) // block_size)
 
-    def admit(self, grant: Grant) -> None:
-        """Its table has been created."""
-        self._enter(Phase.PREFILL)
-        # As an array, so that a model may copy it without a look at each entry.
-        self.table_id, self.entries = grant.table_id, array("I", grant.entries)
-        self.cached_tokens = self.num_computed = self.num_launched = grant.cached_tokens
+    @property
+    def entries(self) -> Seq[int]:
+        """The packed entries of its blocks, once it has some; another object whenever they change."""
+        assert self.table is not None
+        return self.table.entries
 
-    def send_back(self) -> int:
-        """Wait again; the id of the table to release. Only before its first step."""
-        assert self.started_at is None
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything was launched with the blocks that it has."""
+        return self.table is not None and (self.in_flight > 0 or self.num_computed > self.table.cached_tokens)
+
+    def admit(self, table: BlockTable) -> None:
+        """It has blocks: of a new table, or of its own one again."""
+        self._enter(Phase.PREFILL)
+        self.table, self.suspended_id = table, 0
+        if self.started_at is None:
+            self.cached_tokens = table.cached_tokens
+        self.num_prefill = len(self.tokens)
+        self.num_computed = self.num_launched = table.cached_tokens
+
+    def send_back(self) -> None:
+        """Wait again, before the first step with a table, which is released."""
+        assert not self.in_flight
         self._enter(Phase.WAITING)
-        table_id, self.table_id, self.entries = self.table_id, 0, ()
-        self.cached_tokens = self.num_computed = self.num_launched = 0
-        return table_id
+        self.table, self.yielding = None, False
+        self.num_computed = self.num_launched = 0
+
+    def suspend(self) -> list[int]:
+        """Wait again, without blocks; the tokens of the table that are known and not committed."""
+        assert self.table is not None
+        assert not self.in_flight
+        assert self.length == len(self.tokens), "a token is being sampled"
+        self._enter(Phase.WAITING)
+        self.suspended_id, self.table, self.yielding = self.table.table_id, None, False
+        self.most_computed = max(self.most_computed, self.num_computed)
+        return self.tokens[self.num_computed :]
 
     @property
     def next_id(self) -> int:
         """The next token as a step's input: its id, or the reference of StepInput if it is not known yet."""
         return self.tokens[self.num_launched] if self.num_launched < len(self.tokens) else -1 - self.row
 
-    def launch(self, count: int, row: int, now: float) -> bool:
-        """`count` more tokens go into a step; whether the step samples the next token, as its logit row `row`."""
+    def launch(self, count: int, row: int, plan: int, now: float) -> bool:
+        """`count` more tokens go into the step of a plan; whether it samples the next token, as its logit row `row`."""
         assert 0 < count <= self.num_pending
         if self.started_at is None:
             self.started_at = now
         self.in_flight += 1
+        if self.num_launched < self.most_computed:
+            self.num_recomputed += min(count, self.most_computed - self.num_launched)
         self.num_launched += count
         if self.num_launched < self.length:
             return False
         self.length += 1
-        self.row = row
+        self.row, self.sampled_in = row, plan
         return True
 
     def targets(self, count: int, row: int) -> list[Target]:
@@ -153,6 +184,7 @@ class Sequence:
         assert len(self.tokens) < self.length
         if self.phase is Phase.PREFILL:
             self._enter(Phase.DECODE)
+        if self.first_token_at is None:
             self.first_token_at = now
         self.last_token_at = now
         if token in self.stop_token_ids:
@@ -180,6 +212,7 @@ class Sequence:
             queue_s=started - self.arrived_at,
             prefill_s=first - started,
             decode_s=last - first,
+            preemptions=self.num_preemptions,
         )
 
     def _enter(self, phase: Phase) -> None:

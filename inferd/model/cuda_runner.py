@@ -20,6 +20,7 @@ from inferd.model.cuda_graphs import DECODE_SIZES, MIN_ROWS, MIXED_SIZES, Compil
 from inferd.model.cuda_steps import Room, StepBuffers, chunks_of, short_first, shorts_of
 from inferd.model.cuda_tokens import DEPTH, Launched, TokenRing, device_errors
 from inferd.model.load import ServedModel
+from inferd.model.runner import copies_of
 from inferd.sampler import Row
 from pagekernels.cuda.decode import DecodeLayer
 from pagekernels.cuda.decode_shape import MAX_QUERY_TOKENS
@@ -112,6 +113,8 @@ class CudaRunner:
         """See inferd.surroundings.Model."""
         with device_errors(), torch.inference_mode(), torch.cuda.stream(self._stream):
             slot = self._ring.begin()
+            if step.copies:
+                self._ops.copy_blocks(*copies_of(step))
             need = room_for(step)
             if rung := next((rung for rung in self._rungs if rung.holds(need)), None):
                 rung.buffers.stage(step, rows)

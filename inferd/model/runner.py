@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from inferd.core.ports import StepInput
@@ -43,6 +44,7 @@ class ModelRunner:
 
     def __init__(self, served: ServedModel, ops: PagedOps) -> None:
         self.served = served
+        self._ops = ops
         self._attention = PagedAttention(ops, served.geometry.layers)
 
     def launch(self, step: StepInput, rows: Sequence[Row]) -> Computed:
@@ -59,6 +61,9 @@ class ModelRunner:
 
         The rows are the step's logit_rows and then those of its targets.
         """
+        if step.copies:
+            sources, targets = copies_of(step)
+            self._ops.copy_blocks(sources, targets)
         self._attention.begin(attention_batch(step), np.array(step.slots, np.int64))
         input_ids = torch.tensor([step.token_ids])
         position_ids = torch.tensor([step.positions])
@@ -67,6 +72,12 @@ class ModelRunner:
         with attending(self._attention):
             logits = forward(self.served.model, input_ids, position_ids, rows)
         return logits.float()
+
+
+def copies_of(step: StepInput) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """The packed entries, uint32 [N] each, of the blocks that a step copies and of their copies."""
+    sources = np.array([copy.source for copy in step.copies], np.uint32)
+    return sources, np.array([copy.target for copy in step.copies], np.uint32)
 
 
 def attention_batch(step: StepInput) -> AttentionBatch:

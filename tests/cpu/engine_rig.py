@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from inferd.core.limits import Limits
 from inferd.core.messages import (
     EngineState,
     Failed,
@@ -17,11 +19,11 @@ from inferd.core.messages import (
     Tokens,
 )
 from inferd.core.ports import Step
-from inferd.core.scheduler import Limits
 from inferd.engine import Engine
 from inferd.surroundings import Attachment, Mailbox, Surroundings
 from memd.core.pool import Pool
 from pagepool.errors import PagepoolError
+from pagepool.pool_values import Release, Suspend
 from tests.cpu.deferred import Deferred
 from tests.cpu.memory_pool import MemoryPool, TokenModel, make_pool
 
@@ -70,19 +72,30 @@ class Rig:
         self.session, self.model = MemoryPool(self.pool, self.mailbox.signal), self._bind(self.pool)
         self.device = Deferred(self.model, self.depth)
         self.session.on_step = self._check_step
-        self._committed: dict[int, int] = {}
         return Attachment(self.session, self.device, self._closer(self.session), self._warm_up)
 
     def _check_step(self, step: Step) -> None:
         """What memd hears is true: KV that is committed has been written, no device writes to what is given back."""
         for commit in step.commits:
-            grant = self.session.grants[commit.table_id]
-            first = self._committed.get(commit.table_id, grant.cached_tokens)
-            assert not isinstance(self.model, TokenModel) or self.model.holds(grant.entries, first, commit.token_ids)
-            self._committed[commit.table_id] = first + len(commit.token_ids)
-        for table_id in step.releases:
-            entries = list(self.session.grants[table_id].entries)
-            assert all(entries != list(table) for flying in self.device.in_flight for table in flying.step.tables)
+            table = self.pool.table(commit.table_id, 0.0)
+            first, entries = table.num_tokens, table.blocks.entries
+            assert not isinstance(self.model, TokenModel) or self.model.holds(entries, first, commit.token_ids)
+        dropped = {
+            entry
+            for operation in step.operations
+            if isinstance(operation, Release | Suspend)
+            for entry in self._own_entries(operation.table_id)
+        }
+        flying = {entry for each in self.device.in_flight for table in each.step.tables for entry in table}
+        assert not dropped & flying, "blocks are given back under a step in flight"
+
+    def _own_entries(self, table_id: int) -> list[int]:
+        """Of the blocks that only this table has; none if memd does not know the table yet."""
+        with contextlib.suppress(PagepoolError):
+            table = self.pool.table(table_id, 0.0)
+            views = [self.pool.block(block_id, 0.0) for block_id in table.blocks.block_ids]
+            return [view.entry for view in views if view.ref_count == 1 and not view.sealed]
+        return []
 
     def _closer(self, session: MemoryPool) -> Callable[[], None]:
         device = self.device

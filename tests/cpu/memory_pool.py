@@ -163,6 +163,10 @@ class TokenModel:
     def forward(self, step: StepInput) -> torch.Tensor:
         self.steps.append(step)
         error, self.fail_next = self.fail_next, None
+        size = self._block_size
+        for copy in step.copies:
+            source, target = (unpack_entry(entry)[2] * size for entry in (copy.source, copy.target))
+            self._kv[target : target + size] = self._kv[source : source + size]
         for slot, token in zip(step.slots, step.token_ids, strict=True):
             if slot >= 0:
                 self._kv[slot] = 0 if error else token

@@ -207,7 +207,29 @@ def test_a_step_message_says_it_in_the_order_in_which_it_was_done(worker: Memory
     tables.release(second)
     tables.prepare(first, 1)
     tables.commit(first, [4])
-    assert [len(each.commits) for each in tables.take_steps()] == [0, 1]
+    assert [len(each.commits) for each in tables.take_steps()] == [1], "what is released was the table's own"
+    third = tables.fork(first)
+    tables.release(third)
+    tables.prepare(first, 1)
+    tables.commit(first, [5])
+    assert [len(each.commits) for each in tables.take_steps()] == [0, 1], "memd must not see a shared block written"
+
+
+def test_a_commit_stands_with_a_block_taken_ahead_but_not_with_one_that_it_fills(
+    worker: MemoryPool, tables: BlockTables
+) -> None:
+    reserve(worker, tables)
+    table_id = create(worker, tables, 1)
+    tables.prepare(table_id, SIZE)
+    assert tables.take_ahead(table_id)
+    tables.commit(table_id, list(range(SIZE)))
+    (step,) = tables.take_steps()
+    assert (len(step.commits), [type(each) for each in step.operations]) == (1, [Take])
+    assert tables.take_ahead(table_id)
+    tables.prepare(table_id, SIZE + 1)
+    tables.commit(table_id, list(range(SIZE + 1)))
+    steps = tables.take_steps()
+    assert [(len(each.commits), len(each.operations)) for each in steps] == [(0, 1), (1, 0)]
 
 
 def test_100_random_interleavings_agree_with_the_pool_after_every_step() -> None:

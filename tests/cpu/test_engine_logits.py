@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from inferd.core.limits import Limits
 from inferd.core.messages import Adjustments, Cancel, Ending, PromptLogprobs, Sampling, TokenLogprobs, Tokens
-from inferd.core.scheduler import SCORED_ROWS, Limits
+from inferd.core.scheduler import SCORED_ROWS
 from inferd.model.load import prepare
 from inferd.model.runner import ModelRunner
 from memd.core.geometry import Geometry

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from inferd.core.limits import Limits
 from inferd.core.messages import Cancel, Ending, Sampling, Shutdown, Tokens
 from inferd.core.ports import Draining
-from inferd.core.scheduler import Limits
 from inferd.model.load import prepare
 from inferd.model.runner import ModelRunner
 from inferd.surroundings import DeviceLostError

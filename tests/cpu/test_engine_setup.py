@@ -12,8 +12,8 @@ import torch
 
 from inferd import engine_setup, machine
 from inferd.channel import EngineChannel, encode
+from inferd.core.limits import Limits
 from inferd.core.messages import LOGITS_FIELDS, Cancel, EngineState, Setup, Shutdown
-from inferd.core.scheduler import Limits
 from inferd.model import load
 from inferd.model.cuda_tokens import Launched
 from inferd.model.digest import digest

@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
+from inferd.core.limits import Limits
 from inferd.core.messages import Cancel, Ending, EngineState, Finished, Sampling, Shutdown
 from inferd.core.ports import Draining
-from inferd.core.scheduler import Limits
 from pagepool.errors import PagepoolError, Reason
 from tests.cpu.engine_rig import Rig
 from tests.cpu.memory_pool import continuation, make_pool

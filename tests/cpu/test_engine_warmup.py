@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from inferd.core.limits import Limits
 from inferd.core.ports import Lost
-from inferd.core.scheduler import Limits
 from inferd.warmup import warm_up
 from pagepool.errors import PagepoolError, Reason
 from tests.cpu.memory_pool import MemoryPool, TokenModel, make_pool

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from inferd.core.block_tables import BlockTables
+from inferd.core.limits import Limits
 from inferd.core.messages import Ending, Submit
+from inferd.core.plan import Plan
 from inferd.core.ports import Commit, Grant, PoolInfo, Refusal, Step
-from inferd.core.scheduler import Limits, Plan, Scheduler
+from inferd.core.scheduler import Scheduler
 from inferd.core.sequence import Phase, Sequence
 from pagepool.errors import PagepoolError, Reason
+from pagepool.pool_values import Release
 
 BLOCK = 8
 INFO = PoolInfo(epoch=1, lease_id=1, block_size=BLOCK, num_blocks=100, unit_bytes=128)
@@ -20,8 +24,8 @@ def make(request: int, prompt: int = 10, most: int = 4, priority: int = 0, at: f
 
 def grant(sequence: Sequence, cached: int = 0) -> Grant:
     count = sequence.blocks_needed(BLOCK)
-    entries = [(1 << 29) | (100 * sequence.request + index) for index in range(count)]
-    return Grant(sequence.request, 1000 + sequence.request, cached, list(range(count)), entries)
+    ids = [100 * sequence.request + index for index in range(count)]
+    return Grant(sequence.request, 1000 + sequence.request, cached, ids, [(1 << 29) | each for each in ids])
 
 
 def refusal(sequence: Sequence, *, never: bool = False) -> Refusal:
@@ -39,8 +43,19 @@ def queue(scheduler: Scheduler, *sequences: Sequence) -> None:
         scheduler.add(sequence)
 
 
+def told(scheduler: Scheduler) -> Step:
+    """What memd is told, as one step."""
+    steps = scheduler.take_steps(0.0)
+    assert len(steps) <= 1
+    return steps[0] if steps else Step()
+
+
 def asked(scheduler: Scheduler) -> list[int]:
-    return [create.ref for create in scheduler.take_step().creates]
+    return [create.ref for create in told(scheduler).creates]
+
+
+def released(step: Step) -> list[int]:
+    return [each.table_id for each in step.operations if isinstance(each, Release)]
 
 
 def sampled(scheduler: Scheduler, plan: Plan, token: int = 77) -> None:
@@ -84,11 +99,11 @@ def test_a_sequence_cannot_decode_before_it_was_admitted() -> None:
 
 def test_the_phases_of_a_sequence_are_timed_one_after_the_other() -> None:
     sequence = make(1, prompt=4, most=2, at=1.0)
-    sequence.admit(grant(sequence))
-    assert sequence.launch(4, 0, 3.0)
+    sequence.admit(BlockTables(BLOCK).created(grant(sequence)))
+    assert sequence.launch(4, 0, 1, 3.0)
     sequence.advance(4)
     assert sequence.accept(5, 6.0, frozenset()) is None
-    assert sequence.launch(1, 0, 7.0)
+    assert sequence.launch(1, 0, 2, 7.0)
     sequence.advance(1)
     assert sequence.accept(6, 10.0, frozenset()) is Ending.MAX_TOKENS
     used = sequence.used(99.0)
@@ -162,8 +177,8 @@ def test_no_more_is_asked_for_than_may_run() -> None:
     scheduler.granted(grant(first))
     assert asked(scheduler) == []
     scheduler.finish(first)
-    step = scheduler.take_step()
-    assert (list(step.releases), [create.ref for create in step.creates]) == ([1001], [3])
+    step = told(scheduler)
+    assert (released(step), [create.ref for create in step.creates]) == ([1001], [3])
 
 
 @pytest.mark.parametrize("grant_first", [True, False])
@@ -177,8 +192,8 @@ def test_what_was_granted_behind_a_refused_request_is_given_back(grant_first: bo
         answer()
     assert scheduler.waiting == [big, small]
     assert scheduler.plan(0.0) is None
-    step = scheduler.take_step()
-    assert list(step.releases) == [1002]
+    step = told(scheduler)
+    assert released(step) == [1002]
     assert [create.ref for create in step.creates] == [1]
 
 
@@ -245,7 +260,7 @@ def test_a_table_granted_to_a_cancelled_request_goes_back() -> None:
     asked(scheduler)
     scheduler.finish(sequence)
     scheduler.granted(grant(sequence))
-    assert list(scheduler.take_step().releases) == [1001]
+    assert released(told(scheduler)) == [1001]
 
 
 def test_a_request_refused_for_ever_is_handed_to_the_caller() -> None:
@@ -266,7 +281,7 @@ def test_a_lost_pool_ends_what_had_begun_and_keeps_what_waits() -> None:
     assert scheduler.plan(0.0)
     assert scheduler.lose() == [began]
     assert scheduler.waiting == [granted, waits, late]
-    assert not scheduler.take_step()
+    assert not told(scheduler)
     scheduler.attach(INFO)
     assert asked(scheduler) == [2, 3, 4]
 
@@ -337,11 +352,11 @@ def test_exactly_the_computed_tokens_are_committed_before_the_table_goes_back() 
         assert plan
         sampled(scheduler, plan)
     scheduler.finish(sequence)
-    step = scheduler.take_step()
+    step = told(scheduler)
     # The second sampled token is known, but its KV was never written.
     assert step.commits == [Commit(1001, [0, 1, 2]), Commit(1001, [77])]
-    assert list(step.releases) == [1001]
-    assert not scheduler.take_step()
+    assert released(step) == [1001]
+    assert not told(scheduler)
 
 
 def test_a_step_that_was_not_computed_commits_nothing() -> None:
@@ -353,7 +368,7 @@ def test_a_step_that_was_not_computed_commits_nothing() -> None:
     scheduler.collected(plan)
     assert scheduler.plan(0.0)  # fails in the model
     scheduler.finish(sequence)
-    assert scheduler.take_step().commits == [Commit(1001, [0, 1, 2, 3])]
+    assert told(scheduler).commits == [Commit(1001, [0, 1, 2, 3])]
 
 
 def test_a_step_planned_before_the_tokens_of_the_one_before_are_known_refers_to_them() -> None:
@@ -376,6 +391,8 @@ def test_the_table_of_a_sequence_that_has_ended_goes_back_after_its_last_step_in
     assert after
     scheduler.collected(before)
     scheduler.finish(sequence)
-    assert scheduler.take_step() == Step(commits=[Commit(1001, [0, 1, 2])], releases=[], creates=[])
+    step = told(scheduler)
+    assert (step.commits, step.operations) == ([Commit(1001, [0, 1, 2])], [])
     scheduler.collected(after)
-    assert scheduler.take_step() == Step(commits=[], releases=[1001], creates=[])
+    step = told(scheduler)
+    assert (step.commits, step.operations) == ([], [Release(1001)])

@@ -1,0 +1,83 @@
+"""The queue: who waits for blocks, in which order, and who asks memd for them now. Pure."""
+
+from __future__ import annotations
+
+import bisect
+from itertools import islice
+
+from inferd.core.sequence import Sequence
+
+
+class Admission:
+    """Strictly in order: by priority, then first come, first served.
+
+    Several tables may be asked for in one step. Once one is refused, those behind it that are granted are given back,
+    and only the head of the queue asks, each time that blocks have come free.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[Sequence] = []
+        self._asked: dict[int, Sequence] = {}
+        self._refused: Sequence | None = None
+        self._may_ask = True
+
+    @property
+    def num_asked(self) -> int:
+        """Requests that memd has not answered."""
+        return len(self._asked)
+
+    def awaits(self, sequence: Sequence) -> bool:
+        """Whether it has been asked for and memd has not answered."""
+        return sequence.request in self._asked
+
+    def add(self, sequence: Sequence) -> None:
+        """It waits, at its place in the order."""
+        bisect.insort(self.waiting, sequence, key=_rank)
+        if self.waiting[0] is sequence:  # it may need less than the head that was refused
+            self._may_ask = True
+
+    def drop(self, sequence: Sequence) -> None:
+        """It waits no more."""
+        self.waiting.remove(sequence)
+        if sequence is self._refused:
+            self._refused = None
+
+    def ask(self, room: int) -> list[Sequence]:
+        """Those to ask for now, if so many more may run; their answers are awaited from here on."""
+        if self._refused is not None:
+            asking = self.waiting[:1] if self._may_ask and not self._asked and room > 0 else []
+        else:
+            asking = list(islice((each for each in self.waiting if each.request not in self._asked), max(room, 0)))
+        self._asked.update((sequence.request, sequence) for sequence in asking)
+        return asking
+
+    def answered(self, ref: int) -> Sequence:
+        """The sequence that this is the answer for."""
+        return self._asked.pop(ref)
+
+    def overtakes(self, sequence: Sequence) -> bool:
+        """Whether one before it was refused: what it was granted goes back."""
+        return self._refused is not None and sequence.rank > self._refused.rank
+
+    def admit(self, sequence: Sequence) -> None:
+        """It has got its blocks."""
+        self._refused = None
+        self.waiting.remove(sequence)
+
+    def refuse(self, sequence: Sequence) -> None:
+        """There are too few blocks for it now."""
+        if self._refused is None or sequence.rank <= self._refused.rank:
+            # A refusal further back says nothing about the head: news that came for it meanwhile stands.
+            self._refused, self._may_ask = sequence, False
+
+    def freed(self) -> None:
+        """Blocks have come free."""
+        self._may_ask = True
+
+    def reset(self) -> None:
+        """Memd is another one: nothing is awaited of it, and nothing was refused."""
+        self._asked, self._refused, self._may_ask = {}, None, True
+
+
+def _rank(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.rank

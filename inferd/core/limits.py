@@ -1,0 +1,28 @@
+"""What an engine takes on at once. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagepool.errors import invalid_field
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """max_batch_tokens per step, of at most max_num_seqs sequences; max_queue requests may wait beyond those that run.
+
+    PagepoolError (INVALID_FIELD, naming the flag) where no step could be built.
+    """
+
+    max_batch_tokens: int = 512
+    max_num_seqs: int = 64
+    max_queue: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise invalid_field("--max-num-seqs", self.max_num_seqs, "at least 1", "64 is the default")
+        if self.max_batch_tokens < self.max_num_seqs:
+            limit = f"at least --max-num-seqs ({self.max_num_seqs}), one token for each sequence that decodes"
+            raise invalid_field("--max-batch-tokens", self.max_batch_tokens, limit, "raise it, or lower --max-num-seqs")
+        if self.max_queue < 0:
+            raise invalid_field("--max-queue", self.max_queue, "0 or more", "0 refuses whatever cannot run at once")

@@ -1,0 +1,98 @@
+"""How many blocks a worker has in reserve: enough that no decode step waits for memd, and few beyond that. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from inferd.core.block_tables import BlockTables
+from inferd.core.ports import Refusal
+from inferd.core.sequence import Sequence
+
+STEPS_AHEAD = 6
+"""Steps within which memd answers, even under load: a round trip is 1 to 3 ms, a decode step 4 ms and more."""
+
+SURPLUS = 8
+"""Blocks beyond those needed that are kept, so that sequences that come and go do not move blocks to and fro."""
+
+CLAIM_EVERY_S = 1.0
+"""How often a claim is repeated; memd forgets one after twice that time."""
+
+FIRST_REF = 1 << 63
+"""Requests for the reserve are numbered from here on, those for tables below, as the front numbers them."""
+
+
+class Reserve:
+    """Asks for blocks before they are needed, and gives back what is not needed any more.
+
+    A refused request is repeated with what memd said there is. If that is nothing, the blocks are claimed in the name
+    of the most urgent table that needs one: memd then has less urgent ones yield, on whatever worker they are.
+    """
+
+    def __init__(self, tables: BlockTables, block_size: int) -> None:
+        self._tables, self._size = tables, block_size
+        self._last_ref = FIRST_REF
+        self._available: int | None = None  # as of the last refusal, None after a grant
+        self._claimed_at: float | None = None
+
+    @property
+    def claims(self) -> bool:
+        """Whether a claim is open, which has to be repeated every CLAIM_EVERY_S."""
+        return self._claimed_at is not None
+
+    def keep(self, running: Seq[Sequence], now: float) -> None:
+        """Ask for what `running` needs within the next steps, or give back what it does not need."""
+        spare = self._tables.spare_blocks
+        if spare > len(running) + SURPLUS:
+            self._tables.give_back(spare - len(running) - SURPLUS // 2)
+        elif not running and spare:
+            self._tables.give_back(spare)
+        if not running:
+            self._available = self._claimed_at = None
+        if spare >= len(running) or self._tables.awaits_reserve:
+            return  # within so few steps none needs two, so long as a step has fewer tokens than a block
+        low, needy = self._need(running, STEPS_AHEAD)
+        if spare >= low:
+            self._claimed_at = None
+        elif self._available is None:
+            self._ask(self._need(running, 2 * STEPS_AHEAD)[0])
+        elif self._available > 0:
+            self._ask(min(low, spare + self._available))
+        elif self._claimed_at is None or now - self._claimed_at >= CLAIM_EVERY_S:
+            self._claimed_at = now
+            assert needy is not None
+            self._ask(low, needy)
+
+    def granted(self) -> None:
+        """Memd has added to the reserve."""
+        self._available = self._claimed_at = None
+
+    def refused(self, refusal: Refusal) -> None:
+        """Memd has not."""
+        self._tables.refused(refusal.ref)
+        # What there is may be claimed by others: what was tried once in vain is claimed.
+        tried = self._available is not None and self._available > 0
+        self._available = 0 if tried else refusal.available_blocks
+
+    def freed(self) -> None:
+        """News that there are blocks again: a claim is repeated now."""
+        if self._claimed_at is not None:
+            self._claimed_at = float("-inf")
+
+    def _ask(self, num_blocks: int, for_table_id: int = 0) -> None:
+        self._last_ref += 1
+        self._tables.ask(self._last_ref, num_blocks, 0, for_table_id)
+
+    def _need(self, running: Seq[Sequence], steps: int) -> tuple[int, int | None]:
+        """Blocks that the sequences need for so many steps, and the most urgent table among those that need some."""
+        need, first = 0, None
+        for sequence in running:
+            table = sequence.table
+            if table is None or sequence.yielding:
+                continue
+            positions = min(steps, sequence.max_length - 1 - sequence.num_launched)
+            missing = positions - (len(table.block_ids) * self._size - table.num_prepared)
+            if missing > 0:
+                need += -(-missing // self._size)
+                if first is None or sequence.rank < first.rank:
+                    first = sequence
+        return need, first.table.table_id if first is not None and first.table is not None else None

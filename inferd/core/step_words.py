@@ -1,0 +1,78 @@
+"""What memd is to be told next, in an order that memd's own order within a step does not upset. Pure.
+
+Within a step memd applies commits first, then operations, then requests. So a commit may stand in one step with
+operations that came before it only where it says the same when it is applied before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from inferd.core.ports import Commit, Step, TableRequest
+from pagepool.pool_values import ReserveRequest, TableOperation
+
+
+@dataclass(slots=True)
+class _Words:
+    """What one step message will say. `room`: how many tokens a table with operations here could have before them."""
+
+    commits: list[Commit] = field(default_factory=list)
+    operations: list[TableOperation] = field(default_factory=list)
+    frees: list[int] = field(default_factory=list)
+    creates: list[TableRequest] = field(default_factory=list)
+    reserves: list[ReserveRequest] = field(default_factory=list)
+    room: dict[int, int] = field(default_factory=dict)
+    closed: bool = False
+
+    def step(self) -> Step:
+        return Step(
+            commits=self.commits,
+            operations=self.operations,
+            frees=self.frees,
+            creates=self.creates,
+            reserves=self.reserves,
+        )
+
+
+class StepWords:
+    """Collects words for memd. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._words = [_Words()]
+
+    def commit(self, table_id: int, token_ids: Sequence[int], num_tokens: int) -> None:
+        """The KV of these tokens has been written; the table has `num_tokens` in all then."""
+        words = self._words[-1]
+        if words.closed or num_tokens > words.room.get(table_id, num_tokens):
+            words = _Words()
+            self._words.append(words)
+        words.commits.append(Commit(table_id, token_ids))
+
+    def operate(self, operation: TableOperation, *, unshares: bool = False) -> None:
+        """An operation after which all tables have to be committed to later, if it `unshares` blocks of others."""
+        words = self._words[-1]
+        words.operations.append(operation)
+        words.closed |= unshares
+
+    def limit(self, table_id: int, num_tokens: int) -> None:
+        """Commits that take a table beyond so many tokens have to come after the operations so far."""
+        room = self._words[-1].room
+        room[table_id] = min(room.get(table_id, num_tokens), num_tokens)
+
+    def free(self, block_id: int) -> None:
+        """A block of the reserve goes back."""
+        self._words[-1].frees.append(block_id)
+
+    def create(self, request: TableRequest) -> None:
+        """A table is asked for."""
+        self._words[-1].creates.append(request)
+
+    def reserve(self, request: ReserveRequest) -> None:
+        """More for the reserve is asked for."""
+        self._words[-1].reserves.append(request)
+
+    def take(self) -> list[Step]:
+        """All of it, as steps to be sent in this order; mostly one, none if there is nothing to say."""
+        words, self._words = self._words, [_Words()]
+        return [step for step in (each.step() for each in words) if step]
