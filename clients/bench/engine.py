@@ -17,9 +17,9 @@ import daemons
 
 from inferd import surroundings
 from inferd.channel import EngineChannel, Message
+from inferd.core.limits import Limits
 from inferd.core.messages import Failed, Finished, Sampling, Shutdown, Submit
 from inferd.core.ports import StepInput
-from inferd.core.limits import Limits
 from inferd.engine import Engine
 from inferd.sampler import Row
 from inferd.surroundings import Mailbox, Surroundings

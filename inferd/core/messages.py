@@ -159,7 +159,7 @@ class Ending(StrEnum):
 class Used:
     """What a request used; times in seconds.
 
-    preemptions: how often its blocks went to a more urgent request; accepted_tokens: those of its drafts that were right.
+    preemptions: how often its blocks went to a more urgent request. accepted_tokens: its drafts that were right.
     """
 
     prompt_tokens: int
