@@ -14,9 +14,9 @@ from collections.abc import Iterable
 import structlog
 
 from inferd.channel import Message
-from inferd.core.pace import QueuePace
 from inferd.core.limits import Limits
 from inferd.core.messages import Cancel, Ending, Finished, Shutdown, Submit
+from inferd.core.pace import QueuePace
 from inferd.core.plan import Plan
 from inferd.core.ports import Capacity, Draining, Grant, Lost, Refusal, Victim
 from inferd.core.reserve import CLAIM_EVERY_S
@@ -27,8 +27,8 @@ from inferd.engine_state import StateReporter
 from inferd.failures import draining, engine_failed, failed, pool_lost
 from inferd.flight import Flight, Landed
 from inferd.surroundings import Attachment, Model, Surroundings
-from pagepool.errors import Code, PagepoolError, Reason
 from inferd.tally import Tally
+from pagepool.errors import Code, PagepoolError, Reason
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
 REST_S = 60.0

@@ -272,7 +272,7 @@ def test_a_turn_sends_at_most_one_step_message_and_a_decode_never_waits_for_memd
         rig.turn()
         assert len(rig.device.launched) == steps + 1
         assert len(rig.session.steps) <= messages + 1
-    assert len(rig.generated(1)) == 10 - (depth - 1)
+    assert len(rig.generated(1)) == STEPS_AHEAD - (depth - 1)
 
 
 def test_committed_is_what_was_computed_and_the_last_token_is_not() -> None:
