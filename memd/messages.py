@@ -231,6 +231,7 @@ def step_from(message: worker_service_pb2.Step) -> Step:
                 arrival=request.arrival,
                 headroom=request.headroom,
                 resume_table_id=request.resume_table_id,
+                partial=request.partial,
             )
             for request in message.creates
         ],
@@ -276,6 +277,7 @@ def step_result(outcome: StepOutcome) -> worker_service_pb2.AttachResponse:
             block_ids=grant.blocks.block_ids,
             entries=grant.blocks.entries,
             num_tables=grant.num_tables,
+            copy_source=grant.copy_source,
         )
     for refusal in outcome.refusals:
         result.refusals.add(

@@ -211,7 +211,8 @@ class BlockTables:
         self._words.operate(Truncate(table_id, num_tokens, block_id), unshares=True)
         self._drop(table, index + bool(rest), -(-table.num_tokens // self._size))
         table.num_tokens = table.num_prepared = num_tokens
-        table.cached_tokens = min(table.cached_tokens, index * self._size)
+        if num_tokens < table.cached_tokens:
+            table.cached_tokens = index * self._size
         return copies
 
     def suspend(self, table_id: int, token_ids: Sequence[int]) -> None:

@@ -1,13 +1,15 @@
 """The invariant of a pool, stated in full and verified from first principles.
 
 1. Every frame is free, or holds exactly one block; block ids were never used twice.
-2. References: a block's holders are exactly the tables and leases that have it, as often as they have it.
+2. References: a block's holders are exactly the tables and leases that have it, as often as they have it; a lease has
+what is yet to be copied into a table of its own, once.
 3. A block without holders is sealed, indexed and cached; the cached queues hold these blocks alone, by how they are
 kept, each in the order of their release.
 4. A table's blocks are distinct, a suspended one has none; they are sealed exactly as far as its tokens fill them, and
 chained to each other; what may still be written belongs to one lease; a worker's reserve is empty blocks that nobody
 else has.
-5. The index finds every block that it has under that block's digest, and digests are those of the tokens.
+5. The index finds every block that it has under that block's digest and by its first tokens; digests are those of the
+tokens.
 6. Tables and leases know each other; clients' leases are never detached or lost.
 7. Free, held, cached and quarantined blocks add up to the pool, and the counters to the blocks there are.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 
 from memd.core import views
+from memd.core.block import TOKEN_BYTES
 from memd.core.errors import InvariantError
 from memd.core.prefix import chained_digest, root_digest
 from memd.core.state import PoolState
@@ -74,10 +77,26 @@ def _check_references(state: PoolState, store: BlockStore) -> None:
         for frame, count in lease.references.items():
             _require(count > 0, f"lease {lease.lease_id} has {count} references to frame {frame}")
             actual[frame].extend([lease.lease_id] * count)
+        for table_id, frame in lease.copy_sources.items():
+            _check_source(store, lease.tables.get(table_id), frame)
+            actual[frame].append(lease.lease_id)
     for frame, holders in enumerate(actual):
         known = sorted(store.blocks.holders[frame])
         name = f"block {store.blocks.ids[frame]} in frame {frame}"
         _require(known == sorted(holders), f"{name} counts {known} as its holders, but {holders} have it")
+
+
+def _check_source(store: BlockStore, table: Table | None, frame: int) -> None:
+    blocks, name = store.blocks, f"block {store.blocks.ids[frame]}, which is to be copied"
+    _require(blocks.prefixes[frame] != 0, f"{name}, is not sealed")
+    if table is None:
+        raise InvariantError(f"{name}, is kept for a table that is gone")
+    index, rest = divmod(table.cached_tokens, blocks.block_size)
+    if rest and table.num_tokens >= table.cached_tokens:  # else truncated since
+        target, size = table.frames[index], rest * TOKEN_BYTES
+        same = blocks.packed_tokens(frame)[:size] == blocks.packed_tokens(target)[:size]
+        parent = blocks.prefixes[table.frames[index - 1]] if index else 0
+        _require(same and blocks.parents[frame] == parent, f"{name}, has other tokens, or another prefix")
 
 
 def _check_cached(store: BlockStore) -> None:
@@ -121,7 +140,7 @@ def _check_table(state: PoolState, store: BlockStore, table: Table) -> None:
     blocks, name, size = store.blocks, f"table {table.table_id}", state.block_size
     _require(len(set(table.frames)) == len(table.frames), f"{name} has a block twice")
     fits = 0 <= table.cached_tokens <= table.num_tokens <= len(table.frames) * size
-    _require(fits and table.cached_tokens % size == 0, f"{name} has more tokens than its blocks hold")
+    _require(fits, f"{name} has more tokens than its blocks hold")
     idle = table.kept is None or not (table.frames or table.num_tokens)
     _require(idle, f"{name} is suspended, but has blocks or tokens")
     before, digest = 0, root_digest(store.index.model_digest, table.salt)
@@ -145,6 +164,12 @@ def _check_index(store: BlockStore) -> None:
     for digest, frame in store.index.frames.items():
         there = blocks.prefixes[frame] != 0 and blocks.digests[frame] == digest
         _require(there, f"the index has a digest for frame {frame}, where no such block is")
+    chains = store.index.beginnings.chains()
+    found = sorted(frame for chain in chains for frame in chain)
+    _require(
+        found == sorted(store.index.frames.values()), f"frames {found} are found by their first tokens, others not"
+    )
+    _require(all(map(store.index.beginnings.is_in_place, chains)), "a block is found by tokens that are not its first")
     for frame in blocks.frame_of.values():
         sealed, name = blocks.prefixes[frame] != 0, f"block {blocks.ids[frame]}"
         _require(sealed == bool(blocks.digests[frame]), f"{name} has a digest without being sealed, or none")
@@ -159,6 +184,7 @@ def _check_leases(state: PoolState) -> None:
         name = f"lease {lease.lease_id}"
         _require(lease.is_worker or lease.state is LeaseState.LIVE, f"{name} is a client's, but {lease.state.name}")
         _require(lease.is_worker or not lease.reserved_ids, f"{name} is a client's, but has table ids in reserve")
+        _require(lease.is_worker or not lease.copy_sources, f"{name} is a client's, but has blocks to copy")
     owned = {table_id: table for lease in state.leases.values() for table_id, table in lease.tables.items()}
     _require(owned == state.tables, "the leases' tables are not the pool's tables")
     for table in state.tables.values():

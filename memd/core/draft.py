@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -62,6 +62,7 @@ class Draft:
         self._store = state.cut_store()
         self._tables: dict[int, TableDraft] = {}
         self._released: set[int] = set()
+        self._let_go: set[int] = set()  # tables that nothing will be copied into any more
         self._used_ids: set[int] = set()
         self._used_frames: set[int] = set()
         self._holds: list[tuple[int, int]] = []  # (frame, holder), as all that follow
@@ -130,12 +131,7 @@ class Draft:
 
     def apply(self, now: float) -> None:
         """Make it so. The commits in `written` have been applied by now."""
-        kept = dict[int, bytes]()
-        for change in self._changes:
-            if isinstance(change, Move):
-                self._store.blocks.copy(change.source, change.target, change.num_tokens)
-            else:
-                kept[change.table_id] = b"".join(map(self._store.blocks.packed_tokens, change.frames)) + change.more
+        kept = self._change_tokens()
         for table_id, draft in self._tables.items():
             self._make(table_id, draft, now)
             if table_id in kept:
@@ -148,9 +144,21 @@ class Draft:
         for frame in self._used_frames:
             del self._lease.references[frame]
         self._lease.reserved_ids -= self._used_ids
+        for table_id in self._let_go:
+            del self._lease.copy_sources[table_id]
         for table_id in self._released:
             if self._lease.tables.pop(table_id, None) is not None:  # else forked and released in one go
                 del self._state.tables[table_id]
+
+    def _change_tokens(self) -> dict[int, bytes]:
+        """Carry out the changes; what is kept of each table that is suspended."""
+        kept = dict[int, bytes]()
+        for change in self._changes:
+            if isinstance(change, Move):
+                self._store.blocks.copy(change.source, change.target, change.num_tokens)
+            else:
+                kept[change.table_id] = b"".join(map(self._store.blocks.packed_tokens, change.frames)) + change.more
+        return kept
 
     def _make(self, table_id: int, draft: TableDraft, now: float) -> None:
         table = self._lease.tables.get(table_id)
@@ -219,10 +227,11 @@ class Draft:
             self._changes.append(Move(draft.frames[index], draft.frames[index], rest))
         del draft.frames[kept:written]
         draft.num_tokens = cut.num_tokens
-        draft.cached_tokens = min(draft.cached_tokens, index * size)
+        if cut.num_tokens < draft.cached_tokens:
+            draft.cached_tokens = index * size
 
     def _release(self, table_id: int) -> None:
-        self._drops += [(frame, table_id) for frame in reversed(self.table(table_id).frames)]
+        self._drop_all(table_id, self.table(table_id).frames)
         del self._tables[table_id]
         self._released.add(table_id)
 
@@ -237,8 +246,16 @@ class Draft:
             raise self._violation(what, "release a table instead, and compute its tokens anew")
         written = -(-draft.num_tokens // self._state.block_size)
         self._changes.append(Keep(suspend.table_id, draft.frames[:written], more))
-        self._drops += [(frame, suspend.table_id) for frame in reversed(draft.frames)]
+        self._drop_all(suspend.table_id, draft.frames)
         draft.frames, draft.num_tokens, draft.cached_tokens = [], 0, 0
+
+    def _drop_all(self, table_id: int, frames: Sequence[int]) -> None:
+        """What a table has, and what was to be copied into it, if no commit of this step lets that go."""
+        self._drops += [(frame, table_id) for frame in reversed(frames)]
+        source = self._lease.copy_sources.get(table_id)
+        if source is not None and table_id not in self._written and table_id not in self._let_go:
+            self._let_go.add(table_id)
+            self._drop(source, self._lease.lease_id)
 
     def _from_reserve(self, block_id: int) -> int:
         frame = self._store.blocks.frame_of.get(block_id)

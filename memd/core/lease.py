@@ -29,6 +29,8 @@ class Lease:
     tables: dict[int, Table] = field(default_factory=dict)
     references: dict[int, int] = field(default_factory=dict)  # frame: references held directly; a worker's reserve
     reserved_ids: set[int] = field(default_factory=set)  # of tables to come: a worker's
+    # By table: the frame of a sealed block that the worker has yet to copy into it; one reference of the lease.
+    copy_sources: dict[int, int] = field(default_factory=dict)
     last_step: int = 0
     answers: deque[StepOutcome] = field(default_factory=lambda: deque(maxlen=MAX_REPLAYED_STEPS))
     lost_because: str = ""

@@ -10,6 +10,7 @@ from array import array
 from hashlib import sha256
 
 from memd.core.allocator import NOWHERE
+from memd.core.beginnings import Beginnings
 from memd.core.block import TOKEN_BYTES, Blocks
 
 ROOT = b"pagepool prefix 1\0"
@@ -29,14 +30,31 @@ def chained_digest(parent: bytes, packed: bytes) -> bytes:
 class PrefixIndex:
     """At most one sealed block per digest: the one that a match finds."""
 
-    __slots__ = ("_blocks", "_followers", "frames", "model_digest")
+    __slots__ = ("_blocks", "_followers", "beginnings", "frames", "model_digest")
 
     def __init__(self, blocks: Blocks, model_digest: bytes) -> None:
         self._blocks = blocks
         self.model_digest = model_digest
-        self.frames: dict[bytes, int] = {}
+        self.frames: dict[bytes, int] = {}  # changed by add and remove alone
+        self.beginnings = Beginnings(blocks)
         # By frame: where the block after this one was found last. A guess, to be checked: blocks come and go.
         self._followers = array("i", [NOWHERE]) * len(blocks.ids)
+
+    def add(self, frame: int) -> None:
+        """Have matches find the sealed block in a frame, and no other one with its digest."""
+        digest = self._blocks.digests[frame]
+        if (other := self.frames.get(digest)) is not None:
+            self.beginnings.remove(other)
+        self.frames[digest] = frame
+        self.beginnings.add(frame)
+
+    def remove(self, frame: int) -> bool:
+        """Have no match find the sealed block in a frame any more; whether one could."""
+        if self.frames.get(self._blocks.digests[frame]) != frame:
+            return False
+        del self.frames[self._blocks.digests[frame]]
+        self.beginnings.remove(frame)
+        return True
 
     def digest_of(self, parent: int | None, packed: bytes, salt: bytes) -> bytes:
         """The digest of a block with these packed token ids after the sealed block in frame `parent` (None: first)."""
@@ -63,6 +81,16 @@ class PrefixIndex:
                 followers[before] = frame
             found.append(frame)
         return found
+
+    def partial(self, matched: list[int], packed: bytes, salt: bytes) -> tuple[int, int]:
+        """After a match, the block that begins with the most of the tokens that follow; (frame, tokens in common).
+
+        Never counts the last token; (NOWHERE, 0) if no block has enough in common (see Beginnings).
+        """
+        size = self._blocks.block_size * TOKEN_BYTES
+        first = len(matched) * size
+        parent = self._blocks.prefixes[matched[-1]] if matched else 0
+        return self.beginnings.longest(parent, salt, packed[first : min(first + size, len(packed) - TOKEN_BYTES)])
 
     def _first(self, piece: bytes, salt: bytes) -> list[int]:
         frame = self.frames.get(self.digest_of(None, piece, salt))

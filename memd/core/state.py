@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memd.core import errors
+from memd.core.allocator import NOWHERE
 from memd.core.block import TOKEN_BYTES
 from memd.core.geometry import Geometry, cut
 from memd.core.lease import Lease
@@ -50,13 +51,16 @@ def pack_words(lease_id: int, token_ids: Sequence[int]) -> bytes:
 class Plan:
     """What granting a table request would do: `matched` frames to hold, `fresh` blocks to grant.
 
-    `spare` is how many fresh blocks there could be: what is available, less the matched blocks that are cached.
+    `spare` is how many fresh blocks there could be: what is available, less the matched blocks that are cached. The
+    first `run` tokens of the first fresh block, if any, are those of the sealed one in frame `source`.
     """
 
     packed: bytes
     matched: list[int]
     fresh: int
     spare: int
+    source: int = NOWHERE
+    run: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -103,30 +107,41 @@ class PoolState:
         store = self.cut_store()
         matched = [] if request.no_match else store.index.match(packed, request.salt)
         spare = store.available - store.num_evictable(matched)
-        return Plan(packed, matched, max(request.num_blocks - len(matched), 0), spare)
+        plan = Plan(packed, matched, max(request.num_blocks - len(matched), 0), spare)
+        if request.partial and not request.no_match and plan.fresh:
+            source, run = store.index.partial(matched, packed, request.salt)
+            # A source that is kept is no room for fresh blocks; where they need it, it is computed again.
+            if run and plan.fresh <= spare - store.num_evictable([source]):
+                plan.source, plan.run = source, run
+        return plan
 
     def create_table(self, lease: Lease, request: TableRequest, plan: Plan, now: float) -> Table:
         """Carry out a plan that was made in this command and has spare >= fresh."""
         arrival = request.arrival or now
         table = Table(self.new_id(), lease.lease_id, request.salt, request.priority, now, arrival=arrival)
-        self._fill(table, plan, now)
+        self._fill(lease, table, plan, now)
         if not request.no_match:
             self.counters.prefix_query_tokens += len(plan.packed) // TOKEN_BYTES
             self.counters.prefix_hit_tokens += table.cached_tokens
         self.tables[table.table_id] = lease.tables[table.table_id] = table
         return table
 
-    def resume_table(self, table: Table, plan: Plan, now: float) -> None:
+    def resume_table(self, lease: Lease, table: Table, plan: Plan, now: float) -> None:
         """Give a suspended table blocks again, as `create_table` would; no prompt, so it does not count as a query."""
-        self._fill(table, plan, now)
+        self._fill(lease, table, plan, now)
         table.kept, table.touched = None, now
 
-    def _fill(self, table: Table, plan: Plan, now: float) -> None:
+    def _fill(self, lease: Lease, table: Table, plan: Plan, now: float) -> None:
         store, holders = self.cut_store(), (table.table_id,)
         store.hold(plan.matched, holders, now)
+        if plan.run:
+            store.hold([plan.source], (lease.lease_id,), now)
+            lease.copy_sources[table.table_id] = plan.source
         table.frames.extend(plan.matched)
         table.frames.extend(store.grant(plan.fresh, holders, now))
-        table.num_tokens = table.cached_tokens = len(plan.matched) * self.block_size
+        table.num_tokens = table.cached_tokens = len(plan.matched) * self.block_size + plan.run
+        if plan.run:
+            store.blocks.copy(plan.source, table.frames[len(plan.matched)], plan.run)
 
     def extend_table(self, table: Table, num_blocks: int, now: float) -> Sequence[int]:
         """The frames of new blocks at the end of a table; that many must be available."""
@@ -140,7 +155,15 @@ class PoolState:
         store = self.cut_store()
         for frame in reversed(table.frames):
             store.release(frame, table.table_id, now)
-        del self.tables[table.table_id], self.leases[table.lease_id].tables[table.table_id]
+        lease = self.leases[table.lease_id]
+        self.copied(lease, table.table_id, now)
+        del self.tables[table.table_id], lease.tables[table.table_id]
+
+    def copied(self, lease: Lease, table_id: int, now: float) -> None:
+        """What was to be copied into a table has been, or need not be any more: its source is let go."""
+        source = lease.copy_sources.pop(table_id, None)
+        if source is not None:
+            self.cut_store().release(source, lease.lease_id, now)
 
     def end_lease(self, lease: Lease, now: float) -> None:
         """End a lease and release all that it holds."""

@@ -56,6 +56,8 @@ class Stepper:
         lease.last_step, lease.replaying = step.step_id, False
         for table, packed in plan.commits:
             self._commit(table, packed, now)
+            if lease.copy_sources:
+                self._state.copied(lease, table.table_id, now)
         if plan.draft is not None:
             plan.draft.apply(now)
         outcome = StepOutcome(step.step_id, *self._answer(lease, step, plan, now))
@@ -187,9 +189,10 @@ class Stepper:
         if request.num_blocks > store.num_blocks or plan.fresh > plan.spare:
             return self._refuse(lease, request.ref, request.num_blocks, len(plan.matched), plan.spare)
         if suspended is not None:
-            self._state.resume_table(suspended, plan, now)
+            self._state.resume_table(lease, suspended, plan, now)
         table = suspended or self._state.create_table(lease, request, plan, now)
-        return Grant(request.ref, table.table_id, table.cached_tokens, store.run(table.frames))
+        source = store.entry(plan.source) if plan.run else None
+        return Grant(request.ref, table.table_id, table.cached_tokens, store.run(table.frames), copy_source=source)
 
     def _extend(self, lease: Lease, request: ExtendRequest, now: float) -> Grant | Refusal:
         store, table = self._state.cut_store(), lease.tables[request.table_id]

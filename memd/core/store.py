@@ -131,9 +131,13 @@ class BlockStore:
         if not blocks.drop_reference(frame, holder):
             return
         self.num_returned += 1
-        if blocks.prefixes[frame] and self.index.frames.setdefault(blocks.digests[frame], frame) == frame:
-            self.cached.append(frame)
-            return
+        if blocks.prefixes[frame]:
+            incumbent = self.index.frames.get(blocks.digests[frame])
+            if incumbent is None:
+                self.index.add(frame)
+            if incumbent is None or incumbent == frame:
+                self.cached.append(frame)
+                return
         self._vacate(frame)
         self.counters.freed_blocks += 1
 
@@ -155,15 +159,16 @@ class BlockStore:
                 self.cached.remove(incumbent)
                 self._evict(incumbent)
             blocks.prefixes[frame] = blocks.ids[frame]
-            self.index.frames[digest] = frame
         blocks.parents[frame] = before
         blocks.digests[frame] = digest
         if salt and parent is None:
             blocks.salts[frame] = salt
+        if blocks.prefixes[frame] == blocks.ids[frame]:  # the first with these tokens after this prefix
+            self.index.add(frame)
 
     def _evict(self, frame: int) -> None:
         """Free a block that has left the cached queue."""
-        if self.index.frames.pop(self.blocks.digests[frame], None) != frame:
+        if not self.index.remove(frame):
             raise InvariantError(f"block {self.blocks.ids[frame]} is evicted, but was not in the prefix index")
         self._vacate(frame)
         self.counters.evicted_blocks += 1

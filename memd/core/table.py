@@ -12,10 +12,12 @@ class Table:
 
     Of n = num_tokens committed tokens, by position in blocks:
 
-        [0, cached_tokens)          found in the prefix index when the table was created; sealed
-        [cached_tokens, n // B * B) written by the lease that holds it; sealed
-        [n // B * B, n)             in its one partly written block
+        [0, cached_tokens)          found in the prefix index when the table was created
+        [cached_tokens, n)          written by the lease that holds it
         [n, len(frames) * B)        granted, not yet written
+
+    The blocks of [0, n // B * B) are sealed; the rest of n is in its one partly written block. What was found may end
+    inside a block of the table's own, the copy of a part of another one (Lease.copy_sources).
 
     A suspended table has no blocks and no committed tokens; `kept` is the packed ids of the tokens that it had and of
     those that were to come next.

@@ -48,7 +48,8 @@ class TableRequest:
     Token ids are 32-bit unsigned integers; `packed`, if there is any, is them as blocks keep them. `ref` is the asker's
     own number and comes back in the answer. `arrival` is seconds on the host's monotonic clock, 0 for now. `headroom`
     blocks must be available beside those granted, unless no other table has any. With `resume_table_id` a suspended
-    table of a worker's lease gets blocks again, with tokens, salt, priority and arrival of its own.
+    table of a worker's lease gets blocks again, with tokens, salt, priority and arrival of its own. `partial`: the
+    asker can copy a block of which only a part matches.
     """
 
     token_ids: Sequence[int]
@@ -61,6 +62,7 @@ class TableRequest:
     arrival: float = 0.0
     headroom: int = 0
     resume_table_id: int = 0
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,9 @@ class BlockRun:
 class Grant:
     """A granted request. `blocks` are all blocks of a new table, or those added to an extended one or to the reserve.
 
-    For a reserve, `table_id` is the first of its `num_tables` consecutive new table ids.
+    For a reserve, `table_id` is the first of its `num_tables` consecutive new table ids. `copy_source` is the entry of
+    a block that the worker has to copy into its own at index cached_tokens // block_size before it writes there: the
+    last of the cached tokens are its first. It is kept until the worker commits to the table, suspends or releases it.
     """
 
     ref: int
@@ -110,6 +114,7 @@ class Grant:
     cached_tokens: int
     blocks: BlockRun
     num_tables: int = 0
+    copy_source: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ class TableRequest:
     memd reads it. `headroom` blocks must be available beside those granted, unless no other table has any. With
     `resume_table_id` a suspended table of the lease gets blocks again: token ids, salt, priority and arrival are its
     own, and `token_ids` stays empty.
+    With `partial`, a block of which only a part matches may be granted as a copy: see Grant.
     """
 
     ref: int
@@ -36,6 +37,7 @@ class TableRequest:
     arrival: float = 0.0
     headroom: int = 0
     resume_table_id: int = 0
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,9 @@ class Grant:
     """A table was created: its blocks, packed entries in token order, and how many tokens need no computing.
 
     For an extended table or the reserve, the blocks that were added; for the reserve `table_id` is the first of
-    `num_tables` consecutive ids of tables to come.
+    `num_tables` consecutive ids of tables to come. If there is a `copy_source`, a packed entry, that block is to be
+    copied to the table's own at index cached_tokens // block_size before anything is written to or read from that: the
+    last of the cached tokens are its first.
     """
 
     ref: int
@@ -154,6 +158,7 @@ class Grant:
     block_ids: Sequence[int]
     entries: Sequence[int]
     num_tables: int = 0
+    copy_source: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

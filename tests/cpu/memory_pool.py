@@ -54,7 +54,8 @@ class MemoryPool:
         answer = self.pool.step(self.lease_id, _core_step(len(self.steps), step), 0.0)
         for each in answer.grants:
             run = each.blocks
-            grant = Grant(each.ref, each.table_id, each.cached_tokens, run.block_ids, run.entries, each.num_tables)
+            ids, entries, source = run.block_ids, run.entries, each.copy_source
+            grant = Grant(each.ref, each.table_id, each.cached_tokens, ids, entries, each.num_tables, source)
             self.grants[grant.table_id] = grant
             self._late.append(grant)
         for no in answer.refusals:
@@ -102,6 +103,7 @@ def _core_step(step_id: int, step: Step) -> values.Step:
                 arrival=each.arrival,
                 headroom=each.headroom,
                 resume_table_id=each.resume_table_id,
+                partial=each.partial,
             )
             for each in step.creates
         ],

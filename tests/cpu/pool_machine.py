@@ -39,6 +39,7 @@ requests = st.builds(
     salt=st.sampled_from([b"", b"", b"", b"salt"]),
     no_match=st.sampled_from([False, False, False, True]),
     ref=st.integers(0, 99),
+    partial=st.booleans(),
 )
 
 
@@ -127,6 +128,7 @@ class PoolMachine(RuleBasedStateMachine):
                 list(one.blocks.block_ids),
                 list(one.blocks.entries),
                 one.num_tables,
+                one.copy_source,
             )
             for one in outcome.grants
         ]

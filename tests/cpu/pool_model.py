@@ -12,6 +12,7 @@ from pagekernels.layout import Format
 from pagepool.errors import Reason
 from tests.cpu.pool_model_clients import Clients
 from tests.cpu.pool_model_operations import Operations
+from tests.cpu.pool_model_prefixes import Prefixes
 from tests.cpu.pool_model_values import SIZE, UNITS, ModelBlock, ModelLease, ModelTable, Refused
 from tests.cpu.pool_model_workers import Workers
 
@@ -33,6 +34,7 @@ class Model:
         self.kept: dict[int, tuple[int, bool, float]] = {}  # by block: priority, pinned, until when
         self.order: dict[int, list[int]] = {}  # by lease: blocks it holds directly, in the order it first took them
         self.operations, self.clients, self.workers = Operations(self), Clients(self), Workers(self)
+        self.prefixes = Prefixes(self)
 
     @property
     def available(self) -> int:
@@ -121,6 +123,7 @@ class Model:
         if first != one and self.blocks[first].parent == block.parent:
             block.identity = self.blocks[first].identity
         elif first != one:
+            del self.index[prefix]  # the index is in the order in which blocks became matchable
             self.index[prefix] = one
             if not self.blocks[first].holders:
                 self.cached.remove(first)
@@ -135,19 +138,25 @@ class Model:
         if request.num_blocks > self.total or fresh > spare:
             return spare, len(matched), None
         table_id, self.next_id = self.next_id, self.next_id + 1
+        source, run = self.prefixes.part(request, matched, fresh, spare)
         for one in matched:
             self.hold(one, (lease, table_id))
+        self.prefixes.hold(lease, table_id, source)
         if not request.no_match:
-            self.counts["hits"] += len(matched) * SIZE
+            self.counts["hits"] += len(matched) * SIZE + run
         blocks = matched + self.grant(fresh, (lease, table_id))
-        tokens = list(request.token_ids[: len(matched) * SIZE])
+        tokens = list(request.token_ids[: len(matched) * SIZE + run])
+        if run:
+            self.blocks[blocks[len(matched)]].tokens = tokens[len(matched) * SIZE :]
         self.tables[table_id] = ModelTable(lease, request.salt, blocks, tokens, len(tokens))
         return spare, len(matched), table_id
 
     def drop_table(self, table_id: int) -> None:
-        table = self.tables.pop(table_id)
+        table = self.tables[table_id]
         for one in reversed(table.blocks):
             self.release(one, (table.lease, table_id))
+        self.prefixes.copied(table_id)
+        del self.tables[table_id]
 
     def end(self, lease_id: int) -> None:
         for table_id in [one for one, table in self.tables.items() if table.lease == lease_id]:
@@ -200,7 +209,7 @@ class Model:
             one: dataclasses.replace(lease, reserve=[*lease.reserve], ids=[*lease.ids])
             for one, lease in self.leases.items()
         }
-        other.kept = dict(self.kept)
+        other.kept, other.prefixes.sources = dict(self.kept), dict(self.prefixes.sources)
         other.order = {one: [*blocks] for one, blocks in self.order.items()}
         other.next_block, other.next_id = self.next_block, self.next_id
         return other

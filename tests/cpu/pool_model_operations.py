@@ -79,7 +79,8 @@ class Operations:
         elif count % SIZE and count < len(table.tokens):
             del self.model.blocks[table.blocks[count // SIZE]].tokens[count % SIZE :]
         del table.tokens[count:]
-        table.cached = min(table.cached, count // SIZE * SIZE)
+        if count < table.cached:
+            table.cached = count // SIZE * SIZE
 
     def can(self, lease_id: int, operation: TableOperation) -> bool:
         lease = self.model.leases[lease_id]

@@ -71,6 +71,7 @@ class Workers:
     def apply(self, lease_id: int, step: Step) -> bool:
         for commit in step.commits:
             self.model.commit(self.model.tables[commit.table_id], commit.token_ids)
+            self.model.prefixes.copied(commit.table_id)
         done = self.model.operations.operates(lease_id, step)
         own = [one for one, table in self.model.tables.items() if table.lease == lease_id]
         return done and all(extend.table_id in own for extend in step.extends)
@@ -106,7 +107,8 @@ class Workers:
         if table_id is None:
             return self.refuse(lease_id, request.ref, request.num_blocks, matched, spare)
         table = self.model.tables[table_id]
-        return "grant", request.ref, table_id, table.cached, *self.model.run(table.blocks), 0
+        source = self.model.prefixes.entry(table_id)
+        return "grant", request.ref, table_id, table.cached, *self.model.run(table.blocks), 0, source
 
     def answer_extend(self, lease_id: int, request: ExtendRequest) -> Any:
         table = self.model.tables[request.table_id]
@@ -114,7 +116,7 @@ class Workers:
             return self.refuse(lease_id, request.ref, len(table.blocks) + request.num_blocks, 0, self.model.available)
         ids = self.model.grant(request.num_blocks, (lease_id, request.table_id))
         table.blocks += ids
-        return "grant", request.ref, request.table_id, 0, *self.model.run(ids), 0
+        return "grant", request.ref, request.table_id, 0, *self.model.run(ids), 0, None
 
     def answer_reserve(self, lease_id: int, request: ReserveRequest) -> Any:
         lease = self.model.leases[lease_id]
@@ -127,7 +129,7 @@ class Workers:
         ids = list(range(self.model.next_id, self.model.next_id + request.num_tables))
         self.model.next_id += request.num_tables
         lease.ids += ids
-        return "grant", request.ref, ids[0] if ids else 0, 0, *self.model.run(blocks), len(ids)
+        return "grant", request.ref, ids[0] if ids else 0, 0, *self.model.run(blocks), len(ids), None
 
     def refuse(self, lease_id: int, ref: int, in_all: int, matched: int, spare: int) -> Any:
         self.model.counts["refused"] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from hypothesis import strategies as st
@@ -44,7 +45,7 @@ class ClientRules(PoolMachine):
 
     @rule(request=requests, data=st.data())
     def create_table(self, request: TableRequest, data: st.DataObject) -> None:
-        lease = self.client(data)
+        lease, request = self.client(data), dataclasses.replace(request, partial=False)
 
         def actual() -> Any:
             table = self.pool.create_table(lease, request, self.now)

@@ -35,7 +35,7 @@ class WorkerRules(PoolMachine):
     def worker_serves(self, prompt: list[int], more: list[int], salt: bytes, keep: bool, data: st.DataObject) -> None:
         """A request from admission to its end, or nearly."""
         lease, tokens = self.worker(data), prompt + more
-        request = TableRequest(prompt, -(-len(tokens) // SIZE), salt)
+        request = TableRequest(prompt, -(-len(tokens) // SIZE), salt, partial=data.draw(st.booleans()))
         self.send(lease, Step(self.next_step(lease), creates=[request]))
         table_id = self.model.next_id - 1
         table = self.model.tables.get(table_id)

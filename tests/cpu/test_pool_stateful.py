@@ -28,14 +28,16 @@ from tests.cpu.pool_bugs import (
     truncates_in_place,
     uses_a_reserved_block_twice,
 )
+from tests.cpu.pool_bugs_prefixes import copies_from_another_prefix, keeps_a_source_for_good, lets_a_source_go_at_once
 from tests.cpu.pool_model_values import GEOMETRY, SIZE, TIMEOUT
 from tests.cpu.pool_rules_clients import ClientRules
 from tests.cpu.pool_rules_leases import LeaseRules
 from tests.cpu.pool_rules_operations import OperationRules
+from tests.cpu.pool_rules_prefixes import PrefixRules
 from tests.cpu.pool_rules_workers import WorkerRules
 
 
-class PoolCommands(LeaseRules, ClientRules, WorkerRules, OperationRules):
+class PoolCommands(LeaseRules, ClientRules, WorkerRules, OperationRules, PrefixRules):
     """Every command of the pool."""
 
 
@@ -65,6 +67,9 @@ BUGS = [
     drops_what_was_never_written,
     uses_a_reserved_block_twice,
     lets_a_shared_block_be_written,
+    lets_a_source_go_at_once,
+    keeps_a_source_for_good,
+    copies_from_another_prefix,
     gives_a_lost_reserve_away,
     frees_a_block_twice,
     frees_a_unit_twice,

@@ -10,6 +10,7 @@ from pagepool.memd.v1.worker_service_pb2 import (
     StepResult,
     Welcome,
 )
+from pagepool.memd.v1.worker_service_pb2 import Grant as GrantMessage
 from pagepool.memd.v1.worker_service_pb2 import Step as StepMessage
 from pagepool.pool_values import (
     CopyOnWrite,
@@ -72,6 +73,7 @@ def step_message(step_id: int, step: Step) -> AttachRequest:
             arrival=request.arrival,
             headroom=request.headroom,
             resume_table_id=request.resume_table_id,
+            partial=request.partial,
         )
     for extend in step.extends:
         words.extends.add(ref=extend.ref, table_id=extend.table_id, num_blocks=extend.num_blocks)
@@ -111,10 +113,7 @@ def _add_operation(words: StepMessage, operation: TableOperation) -> None:
 
 def events_of(result: StepResult) -> list[PoolEvent]:
     """The grants and refusals of an answered step."""
-    events: list[PoolEvent] = [
-        Grant(each.ref, each.table_id, each.cached_tokens, list(each.block_ids), list(each.entries), each.num_tables)
-        for each in result.grants
-    ]
+    events: list[PoolEvent] = [_grant(each) for each in result.grants]
     events += [
         Refusal(
             each.ref,
@@ -125,6 +124,12 @@ def events_of(result: StepResult) -> list[PoolEvent]:
         for each in result.refusals
     ]
     return events
+
+
+def _grant(message: GrantMessage) -> Grant:
+    source = message.copy_source if message.HasField("copy_source") else None
+    ids, entries = list(message.block_ids), list(message.entries)
+    return Grant(message.ref, message.table_id, message.cached_tokens, ids, entries, message.num_tables, source)
 
 
 def pool_info(welcome: Welcome) -> PoolInfo:
