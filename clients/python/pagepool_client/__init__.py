@@ -14,11 +14,12 @@ from pagepool.errors import PagepoolError, Reason
 from pagepool_client.async_inference import AsyncGeneration, AsyncInferenceClient
 from pagepool_client.async_lease import AsyncPoolLease
 from pagepool_client.async_pool import AsyncPoolClient
+from pagepool_client.continuations import Continuation
 from pagepool_client.inference import Generation, InferenceClient
 from pagepool_client.lease import PoolLease
 from pagepool_client.lease_words import Retention
 from pagepool_client.pool import PoolClient
-from pagepool_client.prompts import Message, Options
+from pagepool_client.prompts import Beam, Message, Options
 from pagepool_client.session import Attachment, PoolSession
 from pagepool_client.streams import AsyncServerStream, ServerStream
 
@@ -29,6 +30,8 @@ __all__ = [
     "AsyncPoolLease",
     "AsyncServerStream",
     "Attachment",
+    "Beam",
+    "Continuation",
     "Generation",
     "InferenceClient",
     "Message",

@@ -11,52 +11,70 @@ import grpc
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.inferd.v1.generation_service_pb2 import (
     GenerateFinished,
-    GeneratePromptLogprobs,
     GenerateStarted,
     GenerateTokens,
     TokenLogprobs,
 )
 from pagepool.inferd.v1.generation_service_pb2_grpc import GenerationServiceStub
 from pagepool_client.channels import answered, channel_options, default_target, dialled
-from pagepool_client.inference import DEFAULT_TIMEOUT_S, Event, event_of
+from pagepool_client.continuations import Continuation, Continuations, Event
+from pagepool_client.inference import DEFAULT_TIMEOUT_S, event_of
 from pagepool_client.prompts import Message, Options, chat_messages, generate_request
 from pagepool_client.streams import AsyncServerStream
 
 
 class AsyncGeneration(AsyncServerStream[Event]):
-    """A continuation: its events, in order. Closing or dropping it, or cancelling its reader, cancels the work."""
-
-    started: GenerateStarted | None = None
-    finished: GenerateFinished | None = None
+    """Generation for asyncio; cancelling its reader cancels the work too."""
 
     def __init__(self, call: Any, convert: Callable[[Any], Event], target: str) -> None:
         super().__init__(call, convert, target)
-        self.logprobs: list[TokenLogprobs] = []
+        self._found = Continuations()
+
+    @property
+    def started(self) -> GenerateStarted | None:
+        """The first message, once it has come."""
+        return self._found.started
+
+    @property
+    def finished(self) -> GenerateFinished | None:
+        """The last message, once it has come: it has the usage of the request."""
+        return self._found.finished
+
+    @property
+    def continuations(self) -> list[Continuation]:
+        """Every continuation as far as it has come, by index."""
+        return self._found.every
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
         """Those of the tokens that have come so far, if the request asked for them."""
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        return self._found.every[0].logprobs
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
         """Those of the prompt's tokens from the second on, as far as they have come, if the request asked for them."""
+        return self._found.prompt_logprobs
 
     async def __anext__(self) -> Event:
         event = await super().__anext__()
-        if isinstance(event, GenerateStarted):
-            self.started = event
-        elif isinstance(event, GenerateFinished):
-            self.finished = event
-        elif isinstance(event, GeneratePromptLogprobs):
-            self.prompt_logprobs.extend(event.logprobs)
-        elif event.logprobs:
-            self.logprobs.extend(event.logprobs)
+        self._found.take(event)
         return event
 
     async def pieces(self) -> AsyncIterator[str]:
         """The text as it comes."""
         async for event in self:
-            if isinstance(event, GenerateTokens) and event.text:
+            if isinstance(event, GenerateTokens) and event.text and not event.index:
                 yield event.text
 
     async def text(self) -> str:
         """All text that is still to come; `finished` says afterwards why it ended and what it used."""
         return "".join([piece async for piece in self.pieces()])
+
+    async def all(self) -> list[Continuation]:
+        """Every continuation, when all are complete; of best_of and beam the best first."""
+        async for _ in self:
+            pass
+        return self.continuations
 
 
 class AsyncInferenceClient:

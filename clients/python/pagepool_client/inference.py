@@ -11,20 +11,17 @@ import grpc
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.inferd.v1.generation_service_pb2 import (
     GenerateFinished,
-    GeneratePromptLogprobs,
     GenerateStarted,
     GenerateTokens,
     TokenLogprobs,
 )
 from pagepool.inferd.v1.generation_service_pb2_grpc import GenerationServiceStub
 from pagepool_client.channels import channel_options, default_target, dialled, failures
+from pagepool_client.continuations import Continuation, Continuations, Event
 from pagepool_client.prompts import Message, Options, chat_messages, generate_request
 from pagepool_client.streams import ServerStream
 
 DEFAULT_TIMEOUT_S = 30.0
-
-Event = GenerateStarted | GeneratePromptLogprobs | GenerateTokens | GenerateFinished
-"""One event of a continuation, as `pagepool.inferd.v1` documents it."""
 
 
 def event_of(response: pb.GenerateResponse) -> Event:
@@ -34,39 +31,61 @@ def event_of(response: pb.GenerateResponse) -> Event:
 
 
 class Generation(ServerStream[Event]):
-    """A continuation: its events, in order. Closing or dropping it cancels the work on the server."""
+    """The continuations of a prompt: their events, in order. Closing or dropping it cancels the work on the server.
 
-    started: GenerateStarted | None = None
-    finished: GenerateFinished | None = None
+    Without n, best_of and beam there is one continuation. With them `pieces`, `text` and `logprobs` are those of the
+    first, which of best_of and beam is the best; `all` gives every one.
+    """
 
     def __init__(self, call: Any, convert: Callable[[Any], Event], target: str) -> None:
         super().__init__(call, convert, target)
-        self.logprobs: list[TokenLogprobs] = []
+        self._found = Continuations()
+
+    @property
+    def started(self) -> GenerateStarted | None:
+        """The first message, once it has come."""
+        return self._found.started
+
+    @property
+    def finished(self) -> GenerateFinished | None:
+        """The last message, once it has come: it has the usage of the request."""
+        return self._found.finished
+
+    @property
+    def continuations(self) -> list[Continuation]:
+        """Every continuation as far as it has come, by index."""
+        return self._found.every
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
         """Those of the tokens that have come so far, if the request asked for them."""
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        return self._found.every[0].logprobs
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
         """Those of the prompt's tokens from the second on, as far as they have come, if the request asked for them."""
+        return self._found.prompt_logprobs
 
     def __next__(self) -> Event:
         event = super().__next__()
-        if isinstance(event, GenerateStarted):
-            self.started = event
-        elif isinstance(event, GenerateFinished):
-            self.finished = event
-        elif isinstance(event, GeneratePromptLogprobs):
-            self.prompt_logprobs.extend(event.logprobs)
-        elif event.logprobs:
-            self.logprobs.extend(event.logprobs)
+        self._found.take(event)
         return event
 
     def pieces(self) -> Iterator[str]:
         """The text as it comes."""
         for event in self:
-            if isinstance(event, GenerateTokens) and event.text:
+            if isinstance(event, GenerateTokens) and event.text and not event.index:
                 yield event.text
 
     def text(self) -> str:
         """All text that is still to come; `finished` says afterwards why it ended and what it used."""
         return "".join(self.pieces())
+
+    def all(self) -> list[Continuation]:
+        """Every continuation, when all are complete; of best_of and beam the best first."""
+        for _ in self:
+            pass
+        return self.continuations
 
 
 class InferenceClient:

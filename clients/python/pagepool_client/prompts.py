@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, Literal, TypedDict
 
 from pagepool.errors import invalid_field
 from pagepool.inferd.v1.generation_service_pb2 import (
+    BeamSearch,
     ChatMessage,
     ChatPrompt,
+    EarlyStopping,
     GenerateRequest,
     SamplingParams,
     TextPrompt,
@@ -17,6 +19,15 @@ from pagepool.token_ids import pack
 
 Message = Mapping[str, str] | ChatMessage
 """One message of a conversation: {"role": "user", "content": "…"}."""
+
+
+class Beam(TypedDict, total=False):
+    """A beam search; the names and limits are those of BeamSearch in the proto, early_stopping is transformers' own."""
+
+    width: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    num_return_sequences: int
 
 
 class Options(TypedDict, total=False):
@@ -41,12 +52,20 @@ class Options(TypedDict, total=False):
     logprobs: int
     prompt_logprobs: int
     speculate_tokens: int
+    n: int
+    best_of: int
+    beam: Beam | BeamSearch
     request_id: str
     parse_special_tokens: bool
 
 
+_STOPPING = {
+    False: EarlyStopping.EARLY_STOPPING_HEURISTIC,
+    True: EarlyStopping.EARLY_STOPPING_FULL,
+    "never": EarlyStopping.EARLY_STOPPING_NEVER,
+}
 _SAMPLING = frozenset(field.name for field in SamplingParams.DESCRIPTOR.fields)
-_OTHERS = frozenset(Options.__annotations__) - _SAMPLING - {"parse_special_tokens"}
+_OTHERS = frozenset(Options.__annotations__) - _SAMPLING - {"parse_special_tokens", "beam"}
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
@@ -78,6 +97,8 @@ def generate_request(
     request = GenerateRequest()
     for name in _OTHERS & set(options):
         _put(request, name, options)
+    if (beam := options.get("beam")) is not None:
+        request.beam.CopyFrom(beam if isinstance(beam, BeamSearch) else _beam_search(beam))
     for name in _SAMPLING & set(options):
         _put(request.sampling, name, options)
     if prompt is not None:
@@ -101,6 +122,19 @@ def valid_text(name: str, value: str) -> str:
     except (AttributeError, UnicodeEncodeError) as error:
         raise invalid_field(name, ascii(value), f"valid text ({error})", "correct its encoding") from error
     return value
+
+
+def _beam_search(beam: Beam) -> BeamSearch:
+    fields: dict[str, Any] = dict(beam)
+    if "early_stopping" in beam:
+        stopping = beam["early_stopping"]
+        if not isinstance(stopping, bool) and stopping != "never":
+            raise invalid_field("beam.early_stopping", repr(stopping), 'False, True or "never"', "correct it")
+        fields["early_stopping"] = _STOPPING[stopping]
+    try:
+        return BeamSearch(**fields)
+    except (TypeError, ValueError) as error:
+        raise invalid_field("beam", repr(beam), f"a beam search that fits ({error})", "correct it") from error
 
 
 def _put_tokens(request: GenerateRequest, token_ids: Sequence[int]) -> None:

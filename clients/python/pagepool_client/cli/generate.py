@@ -7,9 +7,10 @@ import json
 import sys
 
 from pagepool.errors import invalid_field
+from pagepool.inferd.v1.generation_service_pb2 import GenerateFinished
 from pagepool_client.cli import places
 from pagepool_client.cli.blocks import plain
-from pagepool_client.cli.sampling import Stopwatch, add_flags, add_logprobs_flags, options
+from pagepool_client.cli.sampling import Stopwatch, add_flags, add_logprobs_flags, add_strategy_flags, options
 from pagepool_client.cli.terminal import Terminal
 from pagepool_client.inference import Generation, InferenceClient
 
@@ -23,6 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--json", action="store_true", help="events as JSON, one a line")
     add_flags(parser)
     add_logprobs_flags(parser)
+    add_strategy_flags(parser)
     parser.set_defaults(run=run)
 
 
@@ -38,9 +40,12 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             if args.json:
                 _print_events(generation, terminal)
                 return 0
-            for piece in generation.pieces():
-                terminal.write(piece)
-            terminal.line()
+            if args.best_of or args.beam_width or (args.n or 1) > 1:
+                _print_all(generation, terminal)
+            else:
+                for piece in generation.pieces():
+                    terminal.write(piece)
+                terminal.line()
             terminal.note(watch.usage(generation))
     return 0
 
@@ -49,6 +54,15 @@ def _generation(client: InferenceClient, text: str, args: argparse.Namespace) ->
     if args.chat:
         return client.generate(messages=[{"role": "user", "content": text}], **options(args))
     return client.generate(text, **options(args))
+
+
+def _print_all(generation: Generation, terminal: Terminal) -> None:
+    """Each continuation as soon as it is complete."""
+    for event in generation:
+        if isinstance(event, GenerateFinished):
+            score = f", score {event.score:.4f}" if event.HasField("score") else ""
+            terminal.note(f"continuation {event.index}{score}:")
+            terminal.line(generation.continuations[event.index].text)
 
 
 KINDS = {

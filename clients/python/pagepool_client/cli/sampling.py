@@ -1,17 +1,21 @@
-"""Flags that say how text is continued, shared by generate and chat."""
+"""Flags that say how text is continued, shared by generate and chat but for those of several continuations."""
 
 from __future__ import annotations
 
 import argparse
 import time
+from typing import Literal
 
+from pagepool.errors import invalid_field
 from pagepool.inferd.v1.generation_service_pb2 import FinishReason
 from pagepool_client.inference import Generation
-from pagepool_client.prompts import Options
+from pagepool_client.prompts import Beam, Options
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_NAMES = (*_SAMPLING, *_PENALTIES, "speculate_tokens", "logprobs", "prompt_logprobs")
+_NAMES = (*_SAMPLING, *_PENALTIES, "speculate_tokens", "logprobs", "prompt_logprobs", "n", "best_of")
+_BEAM = ("length_penalty", "early_stopping", "num_return_sequences")
+_STOPPING: dict[str, bool | Literal["never"]] = {"heuristic": False, "full": True, "never": "never"}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +48,34 @@ def add_logprobs_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-logprobs", type=int, metavar="N", help="with --json: the same for the prompt")
 
 
+def add_strategy_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags that ask for several continuations."""
+    several = parser.add_argument_group("several continuations of one prompt, and beam search")
+    several.add_argument("--n", type=int, metavar="N", help="so many samples")
+    several.add_argument("--best-of", type=int, metavar="N", help="draw so many, and show the --n likeliest of them")
+    several.add_argument("--beam-width", type=int, metavar="W", help="search by so many beams instead of sampling")
+    several.add_argument("--length-penalty", type=float, metavar="P", help="above 0 favours long ones (default: 1)")
+    several.add_argument("--early-stopping", choices=_STOPPING, help="when to stop the search (default: heuristic)")
+    several.add_argument("--num-return-sequences", type=int, metavar="N", help="so many of the best (default: 1)")
+
+
+def beam(args: argparse.Namespace) -> Beam | None:
+    """The beam search that was asked for. INVALID_FIELD if there are flags of one without --beam-width."""
+    given = {name: value for name in _BEAM if (value := getattr(args, name, None)) is not None}
+    width: int | None = getattr(args, "beam_width", None)
+    if width is None:
+        for name in given:
+            limit = "given with --beam-width"
+            raise invalid_field(
+                f"--{name.replace('_', '-')}", "given without --beam-width", limit, "add --beam-width 4"
+            )
+        return None
+    if "early_stopping" in given:
+        given["early_stopping"] = _STOPPING[given["early_stopping"]]
+    search: Beam = {"width": width, **given}  # type: ignore[typeddict-item]
+    return search
+
+
 def options(args: argparse.Namespace) -> Options:
     """The options that were given."""
     given = Options()
@@ -52,6 +84,8 @@ def options(args: argparse.Namespace) -> Options:
             given[name] = value  # type: ignore[literal-required]
     if args.logit_bias:
         given["logit_bias"] = dict(args.logit_bias)
+    if (search := beam(args)) is not None:
+        given["beam"] = search
     return given
 
 
