@@ -21,11 +21,11 @@ from functools import partial
 from typing import Any, Self
 
 from inferd.core import messages
+from inferd.core.beam import Hypotheses, Hypothesis
 from inferd.core.beam_values import Beam, EarlyStopping
 from inferd.core.messages import (
     Ending,
     Finished,
-    Hypothesis,
     ScoredTokens,
     Submit,
     TokenLogprobs,
@@ -34,13 +34,14 @@ from inferd.core.messages import (
 from pagepool.token_ids import pack, unpack
 
 Message = Any
-"""One of the dataclasses of inferd.core.messages; `encode` refuses anything else."""
+"""One of the dataclasses of inferd.core.messages, or Hypotheses; `encode` refuses anything else."""
 
 _LENGTH = struct.Struct(">I")
 _TYPE = "$type"
 _MESSAGES: dict[str, type] = {
     name: value for name, value in vars(messages).items() if isinstance(value, type) and dataclasses.is_dataclass(value)
 }
+_MESSAGES |= {each.__name__: each for each in (Hypotheses, Hypothesis)}
 _FIELDS = {name: [field.name for field in dataclasses.fields(value)] for name, value in _MESSAGES.items()}
 
 

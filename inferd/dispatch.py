@@ -7,13 +7,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from inferd.core.beam import Hypotheses, Hypothesis
 from inferd.core.messages import (
     Cancel,
     EngineState,
     Failed,
     Finished,
-    Hypotheses,
-    Hypothesis,
     ModelCard,
     PromptLogprobs,
     ScoredTokens,

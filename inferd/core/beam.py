@@ -21,13 +21,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from inferd.core.beam_values import Beam, EarlyStopping
-from inferd.core.messages import Ending, Hypothesis
+from inferd.core.messages import Ending
 
 Likeliest = tuple[Sequence[int], Sequence[float]]
 """Token ids and their logprobs, likeliest first."""
 
 _History = tuple[int, "_History"] | None
 """A beam's last token and what was before: beams share their past, so that a step costs no copies of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """A continuation that a beam search found; the token that ended it is not among the tokens, but in the score.
+
+    The score is the sum of all their logprobs over their number ** length_penalty.
+    """
+
+    tokens: list[int]
+    score: float
+    ending: Ending
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hypotheses:
+    """What a beam search found, best first; Finished follows, whose ending is the best one's."""
+
+    request: int
+    items: list[Hypothesis]
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class Submit:
 
     n asks for so many samples of one prompt: sample i has the number request + i, which belongs to it alone, and
     sampling.sample_index + i. Each ends by itself; the prompt's logprobs come under the first number. beam asks for
-    a search: no tokens come, but Hypotheses before Finished.
+    a search: no tokens come, but inferd.core.beam.Hypotheses before Finished.
     """
 
     request: int
@@ -207,27 +207,6 @@ class PromptLogprobs:
     request: int
     first_position: int
     logprobs: list[TokenLogprobs]
-
-
-@dataclass(frozen=True, slots=True)
-class Hypothesis:
-    """A continuation that a beam search found; the token that ended it is not among the tokens, but in the score.
-
-    The score is the sum of all their logprobs over their number ** length_penalty.
-    """
-
-    tokens: list[int]
-    score: float
-    ending: Ending
-    stop_token_id: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Hypotheses:
-    """What a beam search found, best first; Finished follows, whose ending is the best one's."""
-
-    request: int
-    items: list[Hypothesis]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from inferd.core.beam import BeamSearch
+from inferd.core.beam import BeamSearch, Hypothesis
 from inferd.core.beam_values import Beam, EarlyStopping
-from inferd.core.messages import Ending, Hypothesis
+from inferd.core.messages import Ending
 
 VOCAB = 61
 PROMPTS = [[5, 9, 33, 2, 48], [11], [7, 7, 7, 50, 21, 30, 60, 1, 18]]

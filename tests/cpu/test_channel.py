@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from inferd.channel import EngineChannel, FrontChannel, coalesce, decode, encode
+from inferd.core.beam import Hypotheses, Hypothesis
 from inferd.core.beam_values import Beam, EarlyStopping
 from inferd.core.messages import (
     Adjustments,
@@ -20,8 +21,6 @@ from inferd.core.messages import (
     EngineState,
     Failed,
     Finished,
-    Hypotheses,
-    Hypothesis,
     ModelCard,
     PromptLogprobs,
     Sampling,

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
+from inferd.core.beam import Hypotheses, Hypothesis
 from inferd.core.beam_values import Beam, EarlyStopping
 from inferd.core.messages import (
     Cancel,
     Ending,
     Failed,
     Finished,
-    Hypotheses,
-    Hypothesis,
     PromptLogprobs,
     ScoredTokens,
     Submit,
