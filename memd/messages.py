@@ -165,6 +165,7 @@ def block_message(view: BlockView) -> types_pb2.Block:
         priority=view.priority,
         pinned=view.pinned,
         kept_for=duration(view.kept_s) if view.kept_s else None,
+        more_holders=view.more_holders,
     )
 
 

@@ -3,14 +3,54 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from memd.core.errors import InvariantError
 
 TOKEN_BYTES = 4
 """Token ids are kept and hashed as little-endian unsigned 32-bit integers."""
 
-Holders = tuple[int, ...]
+FEW_HOLDERS = 8
+"""So many references of a block are a tuple, which costs least; more are counted by holder, so that each costs as much
+as the first, however many share a block."""
+
+
+class ManyHolders:
+    """More than FEW_HOLDERS references. Reads like a tuple of holders, in no order: length, membership, iteration."""
+
+    __slots__ = ("_length", "counts")
+
+    def __init__(self, holders: Iterable[int]) -> None:
+        self.counts = dict(Counter(holders))
+        self._length = sum(self.counts.values())
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(Counter(self.counts).elements())
+
+    def __contains__(self, holder: int) -> bool:
+        return holder in self.counts
+
+    def __repr__(self) -> str:
+        return f"{self._length} references of {len(self.counts)} holders"
+
+    def add(self, holder: int) -> None:
+        """One more reference."""
+        self.counts[holder] = self.counts.get(holder, 0) + 1
+        self._length += 1
+
+    def drop(self, holder: int) -> None:
+        """One reference less of a holder that has one."""
+        count = self.counts.pop(holder) - 1
+        if count:
+            self.counts[holder] = count
+        self._length -= 1
+
+
+Holders = tuple[int, ...] | ManyHolders
 """Who refers to a block: ids of tables and of leases, one entry per reference. Both kinds draw from one counter."""
 
 
@@ -57,8 +97,8 @@ class Blocks:
         self.digests = [b""] * num_frames
         self.salts: dict[int, bytes] = {}
 
-    def occupy(self, frames: Sequence[int], holders: Holders, now: float) -> None:
-        """Begin a new, empty block in each of these frames."""
+    def occupy(self, frames: Sequence[int], holders: tuple[int, ...], now: float) -> None:
+        """Begin a new, empty block in each of these frames, with these few holders."""
         ids = range(self.next_id, self.next_id + len(frames))
         for frame, block_id in zip(frames, ids, strict=True):
             if self.ids[frame]:
@@ -81,16 +121,36 @@ class Blocks:
             self.digests[frame] = b""
             self.salts.pop(frame, None)
 
+    def references(self, frame: int) -> Mapping[int, int]:
+        """How many references each holder of a block has; only to be read."""
+        holders = self.holders[frame]
+        return holders.counts if isinstance(holders, ManyHolders) else Counter(holders)
+
+    def add_reference(self, frame: int, holder: int) -> None:
+        """One more reference to a block that somebody refers to."""
+        holders = self.holders[frame]
+        if isinstance(holders, ManyHolders):
+            holders.add(holder)
+        elif len(holders) < FEW_HOLDERS:
+            self.holders[frame] = (*holders, holder)
+        else:
+            self.holders[frame] = ManyHolders((*holders, holder))
+
     def drop_reference(self, frame: int, holder: int) -> bool:
         """Drop one reference of a holder; whether it was the last of all."""
         holders = self.holders[frame]
-        if len(holders) == 1 and holders[0] == holder:
+        if holders == (holder,):
             self.holders[frame] = ()
             return True
         if holder not in holders:
             raise InvariantError(f"{holder} drops a reference to block {self.ids[frame]}, which {holders} refer to")
-        at = holders.index(holder)
-        self.holders[frame] = holders[:at] + holders[at + 1 :]
+        if isinstance(holders, tuple):
+            at = holders.index(holder)
+            self.holders[frame] = holders[:at] + holders[at + 1 :]
+            return False
+        holders.drop(holder)
+        if len(holders) <= FEW_HOLDERS // 2:  # not at FEW_HOLDERS itself: a reference more and less is no conversion
+            self.holders[frame] = tuple(holders)
         return False
 
     def write(self, frame: int, packed: bytes, now: float) -> bool:

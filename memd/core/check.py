@@ -128,7 +128,8 @@ def _check_reserves(state: PoolState, store: BlockStore) -> None:
     for lease in state.leases.values():
         for frame in lease.references if lease.is_worker else ():
             block, holders = f"block {store.blocks.ids[frame]} of a reserve", store.blocks.holders[frame]
-            _require(holders == (lease.lease_id,), f"{block} is held by {holders}, not by lease {lease.lease_id} alone")
+            alone = tuple(holders) == (lease.lease_id,)
+            _require(alone, f"{block} is held by {holders}, not by lease {lease.lease_id} alone")
             unused = not store.blocks.num_tokens[frame] and not store.blocks.prefixes[frame]
             _require(unused, f"{block} has been written")
         for table_id in lease.reserved_ids:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from memd.core import errors
-from memd.core.lease import MAX_NAME_BYTES, MAX_TTL_S, MIN_TTL_S, Lease
+from memd.core.lease import MAX_NAME_BYTES, MAX_TABLES, MAX_TTL_S, MIN_TTL_S, Lease
 from memd.core.state import PoolState, pack_checked
 from memd.core.store import BlockStore
 from memd.core.table import Table
@@ -102,9 +102,15 @@ class ClientLeases:
         for frame in frames:
             lease.references[frame] = lease.references.get(frame, 0) + 1
 
+    def require_table(self, lease: Lease) -> None:
+        """TABLE_LIMIT unless the lease may have one more table."""
+        if len(lease.tables) >= MAX_TABLES:
+            raise errors.table_limit(lease.lease_id, MAX_TABLES)
+
     def create_table(self, lease_id: int, request: TableRequest, now: float) -> Table:
         """A new table: match, pin and create in one."""
         lease = self.find(lease_id, now)
+        self.require_table(lease)
         store = self._state.cut_store()
         plan = self._state.plan(request, pack_checked(request.token_ids, request.salt))
         self.require(store, request.num_blocks, plan.fresh, plan.spare)

@@ -94,6 +94,16 @@ class Draft:
             case Suspend():
                 self._suspend(operation)
 
+    @property
+    def num_new_tables(self) -> int:
+        """Tables that the lease has more now, less those that it has no more."""
+        return len(self._used_ids) - len(self._released)
+
+    @property
+    def num_used_ids(self) -> int:
+        """Table ids of the reserve that are used up."""
+        return len(self._used_ids)
+
     def free(self, block_id: int) -> None:
         """Give a block of the reserve back."""
         frame = self._from_reserve(block_id)

@@ -65,6 +65,12 @@ def table_not_held(table_id: int, lease_id: int) -> PagepoolError:
     return PagepoolError(Reason.TABLE_NOT_HELD, message, table_id=table_id, lease_id=lease_id)
 
 
+def table_limit(lease_id: int, limit: int) -> PagepoolError:
+    """A lease would have too many tables."""
+    message = f"lease {lease_id} has {limit} block tables, the most there may be; release some, or use another lease"
+    return PagepoolError(Reason.TABLE_LIMIT, message, lease_id=lease_id, limit=limit)
+
+
 def pool_without_geometry() -> PagepoolError:
     """Blocks are asked for before the pool is cut."""
     message = "the pool has no geometry yet: wait until a worker has attached, or start memd with --geometry"

@@ -12,6 +12,8 @@ MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0
 MAX_NAME_BYTES = 128
 MAX_KEPT_BYTES = 256 << 20
 """Token ids that a worker's suspended tables may keep: enough for 512 contexts of 128 Ki tokens."""
+MAX_TABLES = 16_384
+"""Tables of one lease: many more than one holder works with at a time."""
 MAX_REPLAYED_STEPS = 1024
 """Answers kept per worker lease, for a worker that lost them with its stream: more than any keeps in flight."""
 

@@ -37,7 +37,9 @@ class Sharing:
     def fork_table(self, lease_id: int, table_id: int, now: float) -> TableView:
         """A new table that shares all blocks of a table of the lease."""
         table = self._clients.table(lease_id, table_id, now)
-        lease, new_id = self._state.leases[lease_id], self._state.new_id()
+        lease = self._state.leases[lease_id]
+        self._clients.require_table(lease)
+        new_id = self._state.new_id()
         lease.reserved_ids.add(new_id)
         draft = Draft(self._state, lease, {})
         draft.do(Fork(table.table_id, new_id))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from memd.core import errors
 from memd.core.block import TOKEN_BYTES
 from memd.core.draft import Draft
-from memd.core.lease import Lease
+from memd.core.lease import MAX_TABLES, Lease
 from memd.core.operations import Release, ReserveRequest
 from memd.core.state import MAX_SALT_BYTES, PoolState, pack_words
 from memd.core.table import Table
@@ -138,7 +138,12 @@ class Stepper:
                 raise errors.protocol_violation(lease.lease_id, what, "resume a suspended table, once")
         sizes = (max(reserve.num_blocks, reserve.num_tables) for reserve in step.reserves)
         self._require_some(lease, sizes, "ask for blocks, table ids, or both")
-        ids = len(lease.reserved_ids) + sum(reserve.num_tables for reserve in step.reserves)
+        used, forked = (0, 0) if draft is None else (draft.num_used_ids, draft.num_new_tables)
+        tables = len(lease.tables) + forked + len(step.creates)
+        if tables > MAX_TABLES:
+            what = f"creates and forks come to {tables} tables, but a lease has at most {MAX_TABLES}"
+            raise errors.protocol_violation(lease.lease_id, what, "release some first")
+        ids = len(lease.reserved_ids) - used + sum(reserve.num_tables for reserve in step.reserves)
         if ids > MAX_RESERVED_IDS:
             what = f"num_tables comes to {ids} unused table ids, but a lease has at most {MAX_RESERVED_IDS}"
             raise errors.protocol_violation(lease.lease_id, what, "use those that were granted")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from memd.core.allocator import Allocator, Links
-from memd.core.block import Blocks, Holders
+from memd.core.block import FEW_HOLDERS, Blocks
 from memd.core.cached import CachedFrames, Retention
 from memd.core.errors import InvariantError
 from memd.core.prefix import PrefixIndex
@@ -79,7 +79,7 @@ class BlockStore:
         ids, base, step = self.blocks.ids, self._entry_base, self._entry_step
         return BlockRun([ids[frame] for frame in frames], [base | frame * step for frame in frames])
 
-    def grant(self, count: int, holders: Holders, now: float) -> list[int]:
+    def grant(self, count: int, holders: tuple[int, ...], now: float) -> list[int]:
         """Frames of `count` new blocks, unsealed, each with the one reference in `holders`; evicts what it must."""
         for _ in range(count - self.allocator.num_free):
             self._evict(self.cached.pop())
@@ -88,7 +88,7 @@ class BlockStore:
         self.counters.allocated_blocks += count
         return frames
 
-    def grant_beside(self, count: int, holders: Holders, spared: Collection[int], now: float) -> list[int]:
+    def grant_beside(self, count: int, holders: tuple[int, ...], spared: Collection[int], now: float) -> list[int]:
         """As `grant`, but no block in the `spared` frames is evicted, whatever its priority; it counts as used."""
         cached = [frame for frame in spared if not self.blocks.holders[frame]]
         for frame in cached:
@@ -100,13 +100,19 @@ class BlockStore:
             self.blocks.touched[frame] = now
         return frames
 
-    def hold(self, frames: Sequence[int], holders: Holders, now: float) -> None:
+    def hold(self, frames: Sequence[int], holders: tuple[int, ...], now: float) -> None:
         """Add the one reference in `holders` to each of these blocks, which may be cached."""
         held, touched, uncache = self.blocks.holders, self.blocks.touched, self.cached.remove
+        (holder,), add = holders, self.blocks.add_reference
         for frame in frames:
-            if not held[frame]:
+            known = held[frame]
+            if not known:
                 uncache(frame)
-            held[frame] += holders
+                held[frame] = holders
+            elif len(known) < FEW_HOLDERS and type(known) is tuple:  # mostly; no call for it
+                held[frame] = known + holders
+            else:
+                add(frame, holder)
             touched[frame] = now
 
     def keep(self, frame: int, retention: Retention | None, now: float) -> None:

@@ -178,7 +178,7 @@ class BlockView:
     """A block as it was when it was asked for.
 
     `digest` is empty unless it is sealed; `idle_s` counts from the last grant, match, commit or release. `priority` and
-    `pinned` say how it is kept when it is cached, for `kept_s` more.
+    `pinned` say how it is kept when it is cached, for `kept_s` more. Beside those in `holders` there are so many more.
     """
 
     block_id: int
@@ -195,6 +195,7 @@ class BlockView:
     priority: int = 0
     pinned: bool = False
     kept_s: float = 0.0
+    more_holders: int = 0
 
 
 @dataclass(frozen=True, slots=True)

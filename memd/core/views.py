@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter
 from collections.abc import Iterator
 from heapq import nsmallest
 from itertools import islice
@@ -14,6 +13,9 @@ from memd.core.state import PoolState
 from memd.core.store import BlockStore
 from memd.core.table import Table
 from memd.core.values import BlockState, BlockView, Holder, LeaseState, LeaseView, TableView, Usage
+
+MAX_LISTED_HOLDERS = 64
+"""Holders told of a block in a list of blocks: those of a prompt that thousands share would make a long list each."""
 
 
 def usage(state: PoolState) -> Usage:
@@ -45,14 +47,17 @@ def block(state: PoolState, block_id: int, now: float) -> BlockView:
 
 
 def blocks_after(state: PoolState, block_id: int, limit: int, kind: BlockState | None, now: float) -> list[BlockView]:
-    """Up to `limit` blocks with greater ids, by rising id; only those in one state, if it is given."""
+    """Up to `limit` blocks with greater ids, by rising id; only those in one state, if it is given.
+
+    Each with at most MAX_LISTED_HOLDERS of its holders, and the number of the others.
+    """
     store = state.store
     if store is None:
         return []
     frames: Iterator[int] = (frame for one, frame in store.blocks.frame_of.items() if one > block_id)
     if kind is not None:
         frames = (frame for frame in frames if block_state(state, store, frame) is kind)
-    return [_block_view(state, store, frame, now) for frame in islice(frames, limit)]
+    return [_block_view(state, store, frame, now, MAX_LISTED_HOLDERS) for frame in islice(frames, limit)]
 
 
 def table(state: PoolState, table_id: int, now: float) -> TableView:
@@ -76,7 +81,7 @@ def block_state(state: PoolState, store: BlockStore, frame: int) -> BlockState:
         return BlockState.CACHED
     if store.blocks.prefixes[frame]:
         return BlockState.HELD
-    owner = state.leases[lease_and_table(state, holders[0])[0]]
+    owner = state.leases[lease_and_table(state, next(iter(holders)))[0]]
     return BlockState.QUARANTINED if owner.state is LeaseState.LOST else BlockState.HELD
 
 
@@ -102,9 +107,13 @@ def table_view(state: PoolState, one: Table, now: float, *, with_tokens: bool = 
     )
 
 
-def _block_view(state: PoolState, store: BlockStore, frame: int, now: float) -> BlockView:
+def _block_view(
+    state: PoolState, store: BlockStore, frame: int, now: float, max_holders: int | None = None
+) -> BlockView:
     blocks = store.blocks
-    references, kept = Counter(blocks.holders[frame]), store.cached.kept.get(frame)
+    references, kept = blocks.references(frame), store.cached.kept.get(frame)
+    listed = islice(references.items(), max_holders)
+    holders = [Holder(*lease_and_table(state, holder), count) for holder, count in listed]
     return BlockView(
         block_id=blocks.ids[frame],
         state=block_state(state, store, frame),
@@ -114,12 +123,13 @@ def _block_view(state: PoolState, store: BlockStore, frame: int, now: float) -> 
         exact=True,  # nothing stores a block lossily yet
         num_tokens=blocks.num_tokens[frame],
         digest=blocks.digests[frame],
-        holders=[Holder(*lease_and_table(state, holder), count) for holder, count in references.items()],
+        holders=holders,
         ref_count=len(blocks.holders[frame]),
         idle_s=now - blocks.touched[frame],
         priority=kept.priority if kept else 0,
         pinned=kept is not None and kept.pinned,
         kept_s=max(kept.until - now, 0.0) if kept else 0.0,
+        more_holders=len(references) - len(holders),
     )
 
 

@@ -72,7 +72,7 @@ def measure(observation: Observation) -> Figures:
         tail_slots=sum(size - block.num_tokens for block in held if block.num_tokens),
         reserved_blocks=sum(not block.num_tokens for block, refs in pairs if refs),
         direct_blocks=sum(not refs for refs in in_tables),
-        saved_blocks=sum(sum(refs) - 1 for refs in in_tables if refs),
+        saved_blocks=sum(sum(refs) + block.more_holders - 1 for block, refs in pairs if refs),
         stray_units=stray_units(observation.blocks, Format(observation.pool.geometry.format)),
         mean_table_blocks=sum(len(table.block_ids) for table in tables) / len(tables) if tables else 0.0,
         holders=holders(held, tables),
@@ -107,11 +107,12 @@ def holders(held: Iterable[Block], tables: Sequence[BlockTable]) -> list[Holder]
         for holder in block.holders:
             key = holder.lease_id, holder.table_id
             blocks[key] += 1
-            own[key] += len(block.holders) == 1
+            own[key] += len(block.holders) == 1  # and no others, since many are listed
             idle[key] = min(idle.get(key, float("inf")), block.idle_time.ToNanoseconds() / 1e9)
     found = []
     for key, count in blocks.items():
         table = by_id.get(key[1], BlockTable())
         idle_s = table.idle_time.ToNanoseconds() / 1e9 if table.table_id else idle[key]
-        found.append(Holder(*key, names.get(key[0], ""), count, own[key], table.num_tokens, idle_s))
+        has = len(table.block_ids) or count  # of a block that very many hold, not all are listed
+        found.append(Holder(*key, names.get(key[0], ""), has, own[key], table.num_tokens, idle_s))
     return sorted(found, key=lambda holder: (-holder.own_blocks, -holder.blocks, holder.table_id, holder.lease_id))

@@ -302,6 +302,7 @@ class PoolServiceServicer:
         FAILED_PRECONDITION / POOL_WITHOUT_GEOMETRY: no worker has attached yet; retry later.
         FAILED_PRECONDITION / LEASE_IS_WORKERS: a worker asks on its stream.
         RESOURCE_EXHAUSTED / POOL_EXHAUSTED: too few free and cached blocks; nothing was taken; retry after RetryInfo.
+        RESOURCE_EXHAUSTED / TABLE_LIMIT: the lease has 16,384 tables; release some, or use another lease.
         INVALID_ARGUMENT / REQUEST_TOO_LARGE: more blocks than the whole pool has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -325,6 +326,7 @@ class PoolServiceServicer:
         NOT_FOUND / LEASE_NOT_FOUND, TABLE_NOT_FOUND: it ended or was released.
         FAILED_PRECONDITION / LEASE_IS_WORKERS: a worker forks on its stream.
         FAILED_PRECONDITION / TABLE_NOT_HELD: it is another lease's table.
+        RESOURCE_EXHAUSTED / TABLE_LIMIT: the lease has 16,384 tables; release some, or use another lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

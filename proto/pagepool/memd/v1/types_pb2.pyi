@@ -176,7 +176,7 @@ class BlockHolder(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., table_id: _Optional[int] = ..., ref_count: _Optional[int] = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("block_id", "state", "ref_count", "format", "tier", "entry", "sealed", "exact", "num_tokens", "digest", "holders", "idle_time", "priority", "pinned", "kept_for")
+    __slots__ = ("block_id", "state", "ref_count", "format", "tier", "entry", "sealed", "exact", "num_tokens", "digest", "holders", "idle_time", "priority", "pinned", "kept_for", "more_holders")
     BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REF_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +192,7 @@ class Block(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     KEPT_FOR_FIELD_NUMBER: _ClassVar[int]
+    MORE_HOLDERS_FIELD_NUMBER: _ClassVar[int]
     block_id: int
     state: BlockState
     ref_count: int
@@ -207,7 +208,8 @@ class Block(_message.Message):
     priority: int
     pinned: bool
     kept_for: _duration_pb2.Duration
-    def __init__(self, block_id: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., ref_count: _Optional[int] = ..., format: _Optional[_Union[Format, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., entry: _Optional[int] = ..., sealed: _Optional[bool] = ..., exact: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., pinned: _Optional[bool] = ..., kept_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    more_holders: int
+    def __init__(self, block_id: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., ref_count: _Optional[int] = ..., format: _Optional[_Union[Format, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., entry: _Optional[int] = ..., sealed: _Optional[bool] = ..., exact: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., pinned: _Optional[bool] = ..., kept_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., more_holders: _Optional[int] = ...) -> None: ...
 
 class BlockTable(_message.Message):
     __slots__ = ("table_id", "lease_id", "holder", "block_ids", "entries", "num_tokens", "cached_tokens", "token_ids", "priority", "idle_time", "suspended")
