@@ -139,7 +139,7 @@ class Stepper:
         sizes = (max(reserve.num_blocks, reserve.num_tables) for reserve in step.reserves)
         self._require_some(lease, sizes, "ask for blocks, table ids, or both")
         used, forked = (0, 0) if draft is None else (draft.num_used_ids, draft.num_new_tables)
-        tables = len(lease.tables) + forked + len(step.creates)
+        tables = len(lease.tables) + forked + len(step.creates) - len(resumed)
         if tables > MAX_TABLES:
             what = f"creates and forks come to {tables} tables, but a lease has at most {MAX_TABLES}"
             raise errors.protocol_violation(lease.lease_id, what, "release some first")
