@@ -23,10 +23,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Adjustments:
-    """What is done to the logits before a token is chosen, greedily or not; what does nothing stands as the default.
-
-    biases[i] is added to the logit of bias_token_ids[i]; see inferd.adjust for the others, and the order.
-    """
+    """What is done to the logits first: biases[i] is added to that of bias_token_ids[i]; see inferd.adjust."""
 
     bias_token_ids: list[int] = dataclasses.field(default_factory=list)
     biases: list[float] = dataclasses.field(default_factory=list)
