@@ -233,6 +233,7 @@ def step_from(message: worker_service_pb2.Step) -> Step:
                 headroom=request.headroom,
                 resume_table_id=request.resume_table_id,
                 partial=request.partial,
+                wait_for_prefix=request.wait_for_prefix,
             )
             for request in message.creates
         ],

@@ -10,8 +10,9 @@ chained to each other; what may still be written belongs to one lease; a worker'
 else has.
 5. The index finds every block that it has under that block's digest and by its first tokens; digests are those of the
 tokens.
-6. Tables and leases know each other; clients' leases are never detached or lost.
-7. Free, held, cached and quarantined blocks add up to the pool, and the counters to the blocks there are.
+6. What is promised is of tables that can still write it.
+7. Tables and leases know each other; clients' leases are never detached or lost.
+8. Free, held, cached and quarantined blocks add up to the pool, and the counters to the blocks there are.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def check(state: PoolState) -> None:
     for table in state.tables.values():
         _check_table(state, state.store, table)
     _check_index(state.store)
+    _check_promises(state)
     _check_sums(state, state.store)
 
 
@@ -178,6 +180,20 @@ def _check_index(store: BlockStore) -> None:
     for frame in blocks.salts:
         first = blocks.prefixes[frame] != 0 and blocks.parents[frame] == 0
         _require(first, f"a salt is kept for frame {frame}, which holds no first block")
+
+
+def _check_promises(state: PoolState) -> None:
+    promised = state.promises.by_table()
+    nobodys = state.promises.awaited.difference(*promised.values())
+    _require(not nobodys, f"{len(nobodys)} blocks are waited for that nobody has promised")
+    for table_id, digests in promised.items():
+        table = state.tables.get(table_id)
+        if table is None:
+            raise InvariantError(f"table {table_id} has promised blocks, but is gone")
+        lost = state.leases[table.lease_id].state is LeaseState.LOST
+        _require(table.kept is None and not lost, f"table {table_id} has promised blocks, but cannot write them")
+        room = len(table.frames) - table.num_tokens // state.block_size
+        _require(len(digests) <= room, f"table {table_id} has promised more blocks than it can write")
 
 
 def _check_leases(state: PoolState) -> None:

@@ -63,6 +63,7 @@ class Draft:
         self._tables: dict[int, TableDraft] = {}
         self._released: set[int] = set()
         self._let_go: set[int] = set()  # tables that nothing will be copied into any more
+        self._unpromised: set[int] = set()  # tables that will not seal what they have promised
         self._used_ids: set[int] = set()
         self._used_frames: set[int] = set()
         self._holds: list[tuple[int, int]] = []  # (frame, holder), as all that follow
@@ -156,6 +157,8 @@ class Draft:
         self._lease.reserved_ids -= self._used_ids
         for table_id in self._let_go:
             del self._lease.copy_sources[table_id]
+        for table_id in sorted(self._unpromised):
+            self._state.promises.drop(table_id)
         for table_id in self._released:
             if self._lease.tables.pop(table_id, None) is not None:  # else forked and released in one go
                 del self._state.tables[table_id]
@@ -236,6 +239,7 @@ class Draft:
         elif rest and cut.num_tokens < draft.num_tokens:
             self._changes.append(Move(draft.frames[index], draft.frames[index], rest))
         del draft.frames[kept:written]
+        self._unpromised.add(cut.table_id)
         draft.num_tokens = cut.num_tokens
         if cut.num_tokens < draft.cached_tokens:
             draft.cached_tokens = index * size
@@ -261,6 +265,7 @@ class Draft:
 
     def _drop_all(self, table_id: int, frames: Sequence[int]) -> None:
         """What a table has, and what was to be copied into it, if no commit of this step lets that go."""
+        self._unpromised.add(table_id)
         self._drops += [(frame, table_id) for frame in reversed(frames)]
         source = self._lease.copy_sources.get(table_id)
         if source is not None and table_id not in self._written and table_id not in self._let_go:

@@ -124,14 +124,11 @@ class Pool:
     def require_epoch(self, epoch: int) -> None:
         """EPOCH_MISMATCH unless an id with this epoch is of this memd life."""
         if epoch != self.epoch:
-            raise PagepoolError(
-                Reason.EPOCH_MISMATCH,
+            message = (
                 f"epoch is {epoch}, but this memd life is {self.epoch}: every id of another life is void; "
-                "read GetPool and start anew",
-                field="epoch",
-                value=epoch,
-                epoch=self.epoch,
+                "read GetPool and start anew"
             )
+            raise PagepoolError(Reason.EPOCH_MISMATCH, message, field="epoch", value=epoch, epoch=self.epoch)
 
     def declare(self, geometry: Geometry) -> None:
         """Cut the pool for this geometry, or be content if it is cut for the same; GEOMETRY_MISMATCH else.
@@ -248,9 +245,10 @@ class Pool:
     def tick(self, now: float) -> list[LeaseView]:
         """End the leases that are late and return them: workers' are LOST now, clients' have freed what they held.
 
-        Also ends the pins whose time is over.
+        Also ends the pins whose time is over, and the waiting for prefixes that nobody works on any more.
         """
         self.prefixes.tick(now)
+        self._workers.tick(now)
         late = [lease for lease in self._state.leases.values() if lease.is_late(now)]
         for lease in late:
             if lease.is_worker:

@@ -82,6 +82,16 @@ class PrefixIndex:
             found.append(frame)
         return found
 
+    def following(self, matched: list[int], packed: bytes, salt: bytes, most: int) -> list[bytes]:
+        """Digests of at most so many full blocks of these packed token ids that come after a match."""
+        size = self._blocks.block_size * TOKEN_BYTES
+        digest = self._blocks.digests[matched[-1]] if matched else root_digest(self.model_digest, salt)
+        found, first = [], len(matched) * size
+        for start in range(first, min(len(packed) - size + 1, first + most * size), size):
+            digest = sha256(digest + packed[start : start + size]).digest()
+            found.append(digest)
+        return found
+
     def partial(self, matched: list[int], packed: bytes, salt: bytes) -> tuple[int, int]:
         """After a match, the block that begins with the most of the tokens that follow; (frame, tokens in common).
 

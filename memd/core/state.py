@@ -11,6 +11,7 @@ from memd.core.allocator import NOWHERE
 from memd.core.block import TOKEN_BYTES
 from memd.core.geometry import Geometry, cut
 from memd.core.lease import Lease
+from memd.core.promises import Promises
 from memd.core.store import BlockStore
 from memd.core.table import Table
 from memd.core.values import Counters, LeaseState, TableRequest
@@ -75,6 +76,7 @@ class PoolState:
     leases: dict[int, Lease] = field(default_factory=dict)
     tables: dict[int, Table] = field(default_factory=dict)
     counters: Counters = field(default_factory=Counters)
+    promises: Promises = field(default_factory=Promises)
     last_id: int = 0  # of leases and tables: one sequence, so that either kind names a holder of blocks
     version: int = 0
 
@@ -157,6 +159,7 @@ class PoolState:
             store.release(frame, table.table_id, now)
         lease = self.leases[table.lease_id]
         self.copied(lease, table.table_id, now)
+        self.promises.drop(table.table_id)
         del self.tables[table.table_id], lease.tables[table.table_id]
 
     def copied(self, lease: Lease, table_id: int, now: float) -> None:
@@ -164,6 +167,10 @@ class PoolState:
         source = lease.copy_sources.pop(table_id, None)
         if source is not None:
             self.cut_store().release(source, lease.lease_id, now)
+
+    def keeps_up(self, table_id: int, now: float) -> bool:
+        """Whether a table was granted, or has committed something, a short time ago."""
+        return now - self.tables[table_id].touched < self.promises.patience_s
 
     def end_lease(self, lease: Lease, now: float) -> None:
         """End a lease and release all that it holds."""

@@ -11,7 +11,7 @@ from memd.core.block import TOKEN_BYTES
 from memd.core.draft import Draft
 from memd.core.lease import MAX_TABLES, Lease
 from memd.core.operations import Release, ReserveRequest
-from memd.core.state import MAX_SALT_BYTES, PoolState, pack_words
+from memd.core.state import MAX_SALT_BYTES, Plan, PoolState, pack_words
 from memd.core.table import Table
 from memd.core.values import (
     Commit,
@@ -178,6 +178,7 @@ class Stepper:
             table.num_tokens += len(piece) // TOKEN_BYTES
             if store.blocks.write(frames[index], piece, now):
                 store.seal(frames[index], frames[index - 1] if index else None, table.salt)
+                self._state.promises.sealed(table.table_id, store.blocks.digests[frames[index]])
 
     def _answer(self, lease: Lease, step: Step, plan: StepPlan, now: float) -> tuple[list[Grant], list[Refusal]]:
         answers = [self._create(lease, create, packed, now) for create, packed in plan.creates]
@@ -191,13 +192,31 @@ class Stepper:
         if suspended is not None and suspended.kept is not None:
             request, packed = replace(request, salt=suspended.salt), suspended.kept
         plan = self._state.plan(request, packed)
+        if request.wait_for_prefix and self._awaits(lease, request, plan, now):
+            available = len(plan.matched) + plan.spare
+            return Refusal(request.ref, RefusalReason.PREFIX_PENDING, available, store.num_blocks)
         if request.num_blocks > store.num_blocks or plan.fresh > plan.spare:
             return self._refuse(lease, request.ref, request.num_blocks, len(plan.matched), plan.spare)
         if suspended is not None:
             self._state.resume_table(lease, suspended, plan, now)
         table = suspended or self._state.create_table(lease, request, plan, now)
+        to_come = store.index.following(plan.matched, packed, request.salt, plan.fresh)
+        self._state.promises.make(table.table_id, to_come)
         source = store.entry(plan.source) if plan.run else None
         return Grant(request.ref, table.table_id, table.cached_tokens, store.run(table.frames), copy_source=source)
+
+    def _awaits(self, lease: Lease, request: TableRequest, plan: Plan, now: float) -> bool:
+        """Whether another table works on so much of what was not found that it is worth a wait; notes who waits."""
+        size, promises = self._state.block_size, self._state.promises
+        most = (len(plan.packed) // TOKEN_BYTES - 1) // size - len(plan.matched)  # the last token is never found
+        if not promises or request.no_match or most * size < promises.min_tokens:
+            return False
+        digests = self._state.cut_store().index.following(plan.matched, plan.packed, request.salt, most)
+        last, count = promises.longest(digests, lambda table_id: self._state.keeps_up(table_id, now))
+        if not count or count * size < promises.min_tokens:
+            return False
+        promises.wait(lease.lease_id, last)
+        return True
 
     def _extend(self, lease: Lease, request: ExtendRequest, now: float) -> Grant | Refusal:
         store, table = self._state.cut_store(), lease.tables[request.table_id]

@@ -31,6 +31,7 @@ class RefusalReason(IntEnum):
 
     POOL_EXHAUSTED = 1
     REQUEST_TOO_LARGE = 2
+    PREFIX_PENDING = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class TableRequest:
     own number and comes back in the answer. `arrival` is seconds on the host's monotonic clock, 0 for now. `headroom`
     blocks must be available beside those granted, unless no other table has any. With `resume_table_id` a suspended
     table of a worker's lease gets blocks again, with tokens, salt, priority and arrival of its own. `partial`: the
-    asker can copy a block of which only a part matches.
+    asker can copy a block of which only a part matches. `wait_for_prefix`: it would rather be refused than compute what
+    another table is about to.
     """
 
     token_ids: Sequence[int]
@@ -63,6 +65,7 @@ class TableRequest:
     headroom: int = 0
     resume_table_id: int = 0
     partial: bool = False
+    wait_for_prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,8 @@ class WorkerLeases:
         lease.state = LeaseState.LOST
         lease.lost_because = why
         lease.answers.clear()
+        for table_id in lease.tables:
+            self._state.promises.drop(table_id)
         self._starving.pop(lease.lease_id, None)
         self._state.counters.lost_leases += 1
         self._state.version += 1
@@ -128,8 +130,12 @@ class WorkerLeases:
         self._starving[lease.lease_id] = Starvation(store.num_returned, smallest)
 
     def take_news(self) -> list[tuple[int, int]]:
-        """Live leases that were refused and have reason to ask again: blocks returned since, and there are more now."""
-        if not self._starving:
+        """Live leases that were refused and have reason to ask again.
+
+        Blocks returned since, and there are more now; or the prefix that they wait for is there, or will not be.
+        """
+        woken = self._state.promises.take_woken(self._is_live, self._state.leases.__contains__)
+        if not (self._starving or woken):
             return []
         store = self._state.cut_store()
         told = [
@@ -140,4 +146,12 @@ class WorkerLeases:
         ]
         for lease_id, _ in told:
             del self._starving[lease_id]
-        return told
+        return told + [(lease_id, store.available) for lease_id in woken if (lease_id, store.available) not in told]
+
+    def tick(self, now: float) -> None:
+        """Wake those who wait for prefixes that nobody works on any more."""
+        self._state.promises.tick(lambda table_id: self._state.keeps_up(table_id, now))
+
+    def _is_live(self, lease_id: int) -> bool:
+        lease = self._state.leases.get(lease_id)
+        return lease is not None and lease.state is LeaseState.LIVE

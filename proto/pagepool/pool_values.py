@@ -25,7 +25,8 @@ class TableRequest:
     memd reads it. `headroom` blocks must be available beside those granted, unless no other table has any. With
     `resume_table_id` a suspended table of the lease gets blocks again: token ids, salt, priority and arrival are its
     own, and `token_ids` stays empty.
-    With `partial`, a block of which only a part matches may be granted as a copy: see Grant.
+    With `partial`, a block of which only a part matches may be granted as a copy: see Grant. With `wait_for_prefix` it
+    is refused as `pending` if another table is about to compute much of its prompt.
     """
 
     ref: int
@@ -38,6 +39,7 @@ class TableRequest:
     headroom: int = 0
     resume_table_id: int = 0
     partial: bool = False
+    wait_for_prefix: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,17 +165,21 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request was refused; `never` says that the whole pool is too small for it."""
+    """A request was refused; `never` says that the whole pool is too small for it.
+
+    `pending`: another table is about to compute what it would find; it is to be asked for again on Capacity.
+    """
 
     ref: int
     never: bool
     available_blocks: int
     total_blocks: int
+    pending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Blocks have become available after a refusal."""
+    """Blocks have become available after a refusal, or what a pending request waits for is there or will not be."""
 
     available_blocks: int
 

@@ -60,7 +60,8 @@ class MemoryPool:
             self._late.append(grant)
         for no in answer.refusals:
             never = no.reason is values.RefusalReason.REQUEST_TOO_LARGE
-            self._late.append(Refusal(no.ref, never, no.available_blocks, no.total_blocks))
+            pending = no.reason is values.RefusalReason.PREFIX_PENDING
+            self._late.append(Refusal(no.ref, never, no.available_blocks, no.total_blocks, pending))
         if not self.held:
             self.deliver()
 
@@ -104,6 +105,7 @@ def _core_step(step_id: int, step: Step) -> values.Step:
                 headroom=each.headroom,
                 resume_table_id=each.resume_table_id,
                 partial=each.partial,
+                wait_for_prefix=each.wait_for_prefix,
             )
             for each in step.creates
         ],

@@ -6,6 +6,8 @@ import pytest
 
 from memd.core.beginnings import Beginnings
 from memd.core.lease import Lease
+from memd.core.prefix import PrefixIndex
+from memd.core.promises import Promises
 from memd.core.state import Plan, PoolState
 from memd.core.table import Table
 from memd.core.values import TableRequest
@@ -32,3 +34,31 @@ def copies_from_another_prefix(patch: pytest.MonkeyPatch) -> None:
     """Blocks that begin alike are taken for the same, whatever comes before."""
     patch.setattr(Beginnings, "_follows", lambda self, frame, parent, salt: True)
     patch.setattr(Beginnings, "_chain", lambda self, parent, salt, packed: packed[0] % len(self._heads))
+
+
+def keeps_the_promises_of_the_dead(patch: pytest.MonkeyPatch) -> None:
+    """Nobody hears that what is waited for will not be."""
+    patch.setattr(Promises, "drop", lambda self, table_id: None)
+
+
+def wakes_nobody_at_the_end(patch: pytest.MonkeyPatch) -> None:
+    """A block that is sealed is no news."""
+
+    def sealed(self: Promises, table_id: int, digest: bytes) -> None:
+        waiting = self._waiting.pop(digest, None)
+        original(self, table_id, digest)
+        if waiting is not None and digest in self._tables:
+            self._waiting[digest] = waiting
+
+    original = Promises.sealed
+    patch.setattr(Promises, "sealed", sealed)
+
+
+def waits_for_the_last_token(patch: pytest.MonkeyPatch) -> None:
+    """A request waits for a block that it will not be granted, for its last token is in it."""
+
+    def following(self: PrefixIndex, matched: list[int], packed: bytes, salt: bytes, most: int) -> list[bytes]:
+        return original(self, matched, packed, salt, most + 1)
+
+    original = PrefixIndex.following
+    patch.setattr(PrefixIndex, "following", following)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from hypothesis import strategies as st
@@ -14,7 +15,6 @@ from memd.core.values import BlockState as B
 from memd.core.values import (
     Commit,
     LeaseState,
-    RefusalReason,
     Step,
     StepOutcome,
     TableRequest,
@@ -40,6 +40,7 @@ requests = st.builds(
     no_match=st.sampled_from([False, False, False, True]),
     ref=st.integers(0, 99),
     partial=st.booleans(),
+    wait_for_prefix=st.booleans(),
 )
 
 
@@ -50,6 +51,7 @@ class PoolMachine(RuleBasedStateMachine):
     def start(self, total: int) -> None:
         self.pool = Pool(7, SIZE, 1 << 30, total)
         self.pool.declare(GEOMETRY)
+        self.pool._state.promises.min_tokens, self.pool._state.promises.patience_s = SIZE, inf
         self.model = Model(total)
         self.now = 0.0
         self.version, self.before = self.pool.version, self.seen()
@@ -133,7 +135,7 @@ class PoolMachine(RuleBasedStateMachine):
             for one in outcome.grants
         ]
         for one in outcome.refusals:
-            answers.append(("refusal", one.ref, one.reason is RefusalReason.REQUEST_TOO_LARGE, one.available_blocks))
+            answers.append(("refusal", one.ref, one.reason, one.available_blocks))
         return sorted(answers, key=lambda answer: answer[1])
 
     def next_step(self, lease: int) -> int:

@@ -156,6 +156,7 @@ class Model:
         for one in reversed(table.blocks):
             self.release(one, (table.lease, table_id))
         self.prefixes.copied(table_id)
+        self.prefixes.drop(table_id)
         del self.tables[table_id]
 
     def end(self, lease_id: int) -> None:

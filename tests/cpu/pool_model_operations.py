@@ -81,6 +81,7 @@ class Operations:
         del table.tokens[count:]
         if count < table.cached:
             table.cached = count // SIZE * SIZE
+        self.model.prefixes.drop(table_id)
 
     def can(self, lease_id: int, operation: TableOperation) -> bool:
         lease = self.model.leases[lease_id]

@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from memd.core.lease import MAX_REPLAYED_STEPS
-from memd.core.values import ExtendRequest, LeaseState, ReserveRequest, Step, TableRequest
+from memd.core.values import ExtendRequest, LeaseState, RefusalReason, ReserveRequest, Step, TableRequest
 from pagepool.errors import Reason
 from tests.cpu.pool_model_values import SIZE, TIMEOUT, ModelLease, ModelTable, Refused
 
@@ -33,6 +33,8 @@ class Workers:
     def lose(self, lease_id: int) -> None:
         self.model.leases[lease_id].state = LeaseState.LOST
         self.model.starving.pop(lease_id, None)
+        for table_id in [one for one, table in self.model.tables.items() if table.lease == lease_id]:
+            self.model.prefixes.drop(table_id)
         self.model.counts["lost"] += 1
 
     def lose_late(self, lease_id: int, now: float) -> None:
@@ -70,8 +72,11 @@ class Workers:
 
     def apply(self, lease_id: int, step: Step) -> bool:
         for commit in step.commits:
-            self.model.commit(self.model.tables[commit.table_id], commit.token_ids)
+            table = self.model.tables[commit.table_id]
+            num_full = len(table.tokens) // SIZE
+            self.model.commit(table, commit.token_ids)
             self.model.prefixes.copied(commit.table_id)
+            self.model.prefixes.sealed(commit.table_id, num_full)
         done = self.model.operations.operates(lease_id, step)
         own = [one for one, table in self.model.tables.items() if table.lease == lease_id]
         return done and all(extend.table_id in own for extend in step.extends)
@@ -103,9 +108,14 @@ class Workers:
         return all(len(self.model.blocks[one].holders) == 1 for one in written)
 
     def answer_create(self, lease_id: int, request: TableRequest) -> Any:
+        found = self.model.match(request)
+        if self.model.prefixes.awaits(lease_id, request, len(found)):
+            spare = self.model.available - sum(map(self.model.is_spare, found))
+            return "refusal", request.ref, RefusalReason.PREFIX_PENDING, len(found) + spare
         spare, matched, table_id = self.model.try_table(lease_id, request)
         if table_id is None:
             return self.refuse(lease_id, request.ref, request.num_blocks, matched, spare)
+        self.model.prefixes.promise(table_id, request, matched, max(request.num_blocks - matched, 0))
         table = self.model.tables[table_id]
         source = self.model.prefixes.entry(table_id)
         return "grant", request.ref, table_id, table.cached, *self.model.run(table.blocks), 0, source
@@ -136,7 +146,8 @@ class Workers:
         if in_all <= self.model.total:
             least = min(spare, self.model.starving.get(lease_id, (0, spare))[1])
             self.model.starving[lease_id] = (self.model.counts["returned"], least)
-        return "refusal", ref, in_all > self.model.total, matched + spare
+            return "refusal", ref, RefusalReason.POOL_EXHAUSTED, matched + spare
+        return "refusal", ref, RefusalReason.REQUEST_TOO_LARGE, matched + spare
 
     def news(self) -> list[tuple[int, int]]:
         told = [
@@ -148,7 +159,10 @@ class Workers:
         ]
         for lease, _ in told:
             del self.model.starving[lease]
-        return told
+        live = {one for one, lease in self.model.leases.items() if lease.state is LeaseState.LIVE}
+        woken, known = self.model.prefixes.woken & live, {lease for lease, _ in told}
+        self.model.prefixes.woken &= set(self.model.leases) - live
+        return told + [(lease, self.model.available) for lease in sorted(woken - known)]
 
     def process_gone(self, lease_id: int) -> None:
         lease = self.model.leases.get(lease_id)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
@@ -29,3 +31,24 @@ class PrefixRules(PoolMachine):
             commits = [Commit(table_id, [7])] if what == "commit" else []
             if self.model.workers.commits_are_lawful(lease, Step(1, commits)):
                 self.send(lease, Step(self.next_step(lease), commits, [table_id] if what == "release" else []))
+
+    @rule(blocks=st.integers(1, 3), first=st.integers(0, 1), data=st.data())
+    def worker_waits(self, blocks: int, first: int, data: st.DataObject) -> None:
+        """A request that another table computes the prefix of, by whoever it is, and what becomes of that table."""
+        one, other = self.worker(data), self.worker(data)
+        prompt = [first] * (blocks * SIZE) + [9]
+        request = TableRequest(prompt, blocks + 1, wait_for_prefix=True)
+        self.send(one, Step(self.next_step(one), creates=[dataclasses.replace(request, wait_for_prefix=False)]))
+        table_id = max(self.own_tables(one), default=0)
+        self.send(other, Step(self.next_step(other), creates=[request]))
+        table = self.model.tables.get(table_id)
+        known = self.model.leases.get(one)
+        if table is None or known is None or known.state is not LeaseState.LIVE:
+            return
+        what = data.draw(st.sampled_from(["commit", "commit", "other", "release", "nothing"]))
+        count = data.draw(st.sampled_from([blocks * SIZE, blocks * SIZE, SIZE, 3])) if what == "commit" else SIZE
+        token = first if what == "commit" else 7
+        commits = [Commit(table_id, [token] * count)] if what in {"commit", "other"} else []
+        if self.model.workers.commits_are_lawful(one, Step(1, commits)):
+            self.send(one, Step(self.next_step(one), commits, [table_id] if what == "release" else []))
+        self.capacity_news()

@@ -204,25 +204,27 @@ def test_steps_are_numbered_and_answers_become_events_in_order(memd: ScriptedMem
         refusals=[
             wire.Refusal(ref=10, reason=wire.REFUSAL_REASON_POOL_EXHAUSTED, available_blocks=1, total_blocks=16),
             wire.Refusal(ref=11, reason=wire.REFUSAL_REASON_REQUEST_TOO_LARGE, available_blocks=1, total_blocks=16),
+            wire.Refusal(ref=12, reason=wire.REFUSAL_REASON_PREFIX_PENDING, available_blocks=1, total_blocks=16),
         ],
     )
-    request = TableRequest(
-        ref=9, token_ids=[1, 2, 3], num_blocks=2, salt=b"s", priority=-1, no_match=True, partial=True
-    )
+    flags = {"no_match": True, "partial": True, "wait_for_prefix": True}
+    request = TableRequest(ref=9, token_ids=[1, 2, 3], num_blocks=2, salt=b"s", priority=-1, **flags)
     session.submit(Step())
     session.submit(Step(commits=[Commit(3, [5, 6])], releases=[2], creates=[request]))
-    assert events(session, 4) == [
+    assert events(session, 5) == [
         Grant(9, 4, 16, [1, 2], [7, 8]),
         Grant(8, 5, 20, [1, 3], [7, 9], copy_source=8),
         Refusal(10, False, 1, 16),
         Refusal(11, True, 1, 16),
+        Refusal(12, False, 1, 16, pending=True),
     ]
     (sent,) = memd.steps
     assert (sent.step_id, list(sent.release_table_ids)) == (1, [2])
     assert sent.commits == [wire.Commit(table_id=3, token_ids=[5, 6])]
     (create,) = sent.creates
     assert (create.ref, unpack(create.packed_token_ids), create.num_blocks) == (9, [1, 2, 3], 2)
-    assert (create.salt, create.priority, create.no_match, create.partial) == (b"s", -1, True, True)
+    assert (create.salt, create.priority) == (b"s", -1)
+    assert (create.no_match, create.partial, create.wait_for_prefix) == (True, True, True)
     assert (session.steps_sent, session.steps_answered, session.unary_calls) == (1, 1, 0)
 
 

@@ -28,7 +28,14 @@ from tests.cpu.pool_bugs import (
     truncates_in_place,
     uses_a_reserved_block_twice,
 )
-from tests.cpu.pool_bugs_prefixes import copies_from_another_prefix, keeps_a_source_for_good, lets_a_source_go_at_once
+from tests.cpu.pool_bugs_prefixes import (
+    copies_from_another_prefix,
+    keeps_a_source_for_good,
+    keeps_the_promises_of_the_dead,
+    lets_a_source_go_at_once,
+    waits_for_the_last_token,
+    wakes_nobody_at_the_end,
+)
 from tests.cpu.pool_model_values import GEOMETRY, SIZE, TIMEOUT
 from tests.cpu.pool_rules_clients import ClientRules
 from tests.cpu.pool_rules_leases import LeaseRules
@@ -70,6 +77,9 @@ BUGS = [
     lets_a_source_go_at_once,
     keeps_a_source_for_good,
     copies_from_another_prefix,
+    keeps_the_promises_of_the_dead,
+    waits_for_the_last_token,
+    wakes_nobody_at_the_end,
     gives_a_lost_reserve_away,
     frees_a_block_twice,
     frees_a_unit_twice,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pagekernels.layout import PagedLayout
 from pagepool.memd.v1.types_pb2 import Format, Geometry, LayerGeometry
 from pagepool.memd.v1.worker_service_pb2 import (
+    REFUSAL_REASON_PREFIX_PENDING,
     REFUSAL_REASON_REQUEST_TOO_LARGE,
     AttachRequest,
     StepResult,
@@ -74,6 +75,7 @@ def step_message(step_id: int, step: Step) -> AttachRequest:
             headroom=request.headroom,
             resume_table_id=request.resume_table_id,
             partial=request.partial,
+            wait_for_prefix=request.wait_for_prefix,
         )
     for extend in step.extends:
         words.extends.add(ref=extend.ref, table_id=extend.table_id, num_blocks=extend.num_blocks)
@@ -120,6 +122,7 @@ def events_of(result: StepResult) -> list[PoolEvent]:
             never=each.reason == REFUSAL_REASON_REQUEST_TOO_LARGE,
             available_blocks=each.available_blocks,
             total_blocks=each.total_blocks,
+            pending=each.reason == REFUSAL_REASON_PREFIX_PENDING,
         )
         for each in result.refusals
     ]

@@ -16,9 +16,11 @@ class RefusalReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_REASON_UNSPECIFIED: _ClassVar[RefusalReason]
     REFUSAL_REASON_POOL_EXHAUSTED: _ClassVar[RefusalReason]
     REFUSAL_REASON_REQUEST_TOO_LARGE: _ClassVar[RefusalReason]
+    REFUSAL_REASON_PREFIX_PENDING: _ClassVar[RefusalReason]
 REFUSAL_REASON_UNSPECIFIED: RefusalReason
 REFUSAL_REASON_POOL_EXHAUSTED: RefusalReason
 REFUSAL_REASON_REQUEST_TOO_LARGE: RefusalReason
+REFUSAL_REASON_PREFIX_PENDING: RefusalReason
 
 class AttachRequest(_message.Message):
     __slots__ = ("hello", "heartbeat", "step", "detach")
@@ -215,7 +217,7 @@ class Commit(_message.Message):
     def __init__(self, table_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TableRequest(_message.Message):
-    __slots__ = ("ref", "token_ids", "salt", "priority", "num_blocks", "no_match", "packed_token_ids", "arrival", "headroom", "resume_table_id", "partial")
+    __slots__ = ("ref", "token_ids", "salt", "priority", "num_blocks", "no_match", "packed_token_ids", "arrival", "headroom", "resume_table_id", "wait_for_prefix", "partial")
     REF_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +228,7 @@ class TableRequest(_message.Message):
     ARRIVAL_FIELD_NUMBER: _ClassVar[int]
     HEADROOM_FIELD_NUMBER: _ClassVar[int]
     RESUME_TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FOR_PREFIX_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     ref: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -237,8 +240,9 @@ class TableRequest(_message.Message):
     arrival: float
     headroom: int
     resume_table_id: int
+    wait_for_prefix: bool
     partial: bool
-    def __init__(self, ref: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., no_match: _Optional[bool] = ..., packed_token_ids: _Optional[bytes] = ..., arrival: _Optional[float] = ..., headroom: _Optional[int] = ..., resume_table_id: _Optional[int] = ..., partial: _Optional[bool] = ...) -> None: ...
+    def __init__(self, ref: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., no_match: _Optional[bool] = ..., packed_token_ids: _Optional[bytes] = ..., arrival: _Optional[float] = ..., headroom: _Optional[int] = ..., resume_table_id: _Optional[int] = ..., wait_for_prefix: _Optional[bool] = ..., partial: _Optional[bool] = ...) -> None: ...
 
 class ExtendRequest(_message.Message):
     __slots__ = ("ref", "table_id", "num_blocks")
