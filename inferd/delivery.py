@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from inferd.channel import Message
 from inferd.core.messages import Ending, PromptLogprobs, ScoredTokens, TokenLogprobs, Tokens
 from inferd.core.sequence import Phase, Sequence
 from inferd.flight import Landed
 from inferd.logprobs import Scores
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,25 +33,34 @@ def deliver(step: Landed, now: float, eos_token_ids: frozenset[int]) -> Delivery
     items: list[tuple[int, list[int]]] = []
     ended: list[tuple[Sequence, Ending, int | None]] = []
     broken = [] if step.scores is None else _unscored(step, step.scores)
-    for sequence, token in zip(step.plan.sampled, step.tokens, strict=True):
+    guessed = _guessed(step, step.tokens)
+    for sequence, token in zip(step.plan.sampled, step.tokens, strict=False):  # rows of drafts come after these
         if sequence.phase is Phase.FINISHED or (broken and sequence in broken):
             continue
-        if token < 0:
+        if sequence.speculation is not None:
+            found, ending = sequence.verify([token, *guessed.get(sequence.request, ())], now, eos_token_ids)
+        else:
+            found, ending = [token], sequence.accept(token, now, eos_token_ids) if token >= 0 else None
+        if found[-1] < 0:
             broken.append(sequence)
-            continue
-        ending = sequence.accept(token, now, eos_token_ids)
-        taken = ending in (None, Ending.MAX_TOKENS)
-        if taken:
-            items.append((sequence.request, [token]))
+            found.pop()
+        last = None if ending in (None, Ending.MAX_TOKENS) else found.pop()
+        if found:
+            items.append((sequence.request, found))
         if ending is not None:
-            ended.append((sequence, ending, None if taken else token))
+            ended.append((sequence, ending, last))
     messages: list[Message] = []
     if step.scores is not None:
         messages += _prompt_logprobs(step, step.scores, broken)
         messages += _tokens(step, step.scores, items)
     elif items:
         messages.append(Tokens(items))
-    return Delivery(messages, ended, broken, len(items))
+    return Delivery(messages, ended, broken, sum(len(tokens) for _, tokens in items))
+
+
+def _guessed(step: Landed, rows: list[T]) -> dict[int, list[T]]:
+    """Of what a step says of its logit rows, that of the rows behind drafts, by request."""
+    return {each.sequence.request: rows[each.row : each.row + len(each.token_ids)] for each in step.plan.drafts}
 
 
 def _prompts(step: Landed, scores: Scores) -> Iterator[tuple[Sequence, int, list[TokenLogprobs | None]]]:
@@ -72,12 +84,13 @@ def _prompt_logprobs(step: Landed, scores: Scores, broken: list[Sequence]) -> It
 
 def _tokens(step: Landed, scores: Scores, items: list[tuple[int, list[int]]]) -> Iterator[Message]:
     """The step's tokens, each in the one kind of message or the other."""
+    guessed = _guessed(step, scores.sampled)
     found = {
-        sequence.request: each
-        for sequence, each in zip(step.plan.sampled, scores.sampled, strict=True)
+        sequence.request: [each, *(more for more in guessed.get(sequence.request, ()) if more is not None)]
+        for sequence, each in zip(step.plan.sampled, scores.sampled, strict=False)
         if each is not None
     }
-    if scored := [(request, [found[request]]) for request, _ in items if request in found]:
+    if scored := [(request, found[request][: len(tokens)]) for request, tokens in items if request in found]:
         yield ScoredTokens(scored)
     if plain := [item for item in items if item[0] not in found]:
         yield Tokens(plain)

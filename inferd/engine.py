@@ -22,10 +22,10 @@ from inferd.core.ports import Capacity, Draining, Grant, Lost, Refusal, Victim
 from inferd.core.reserve import CLAIM_EVERY_S
 from inferd.core.scheduler import Scheduler
 from inferd.core.sequence import Phase, Sequence
-from inferd.delivery import deliver
+from inferd.delivery import Delivery, deliver
 from inferd.engine_state import StateReporter
 from inferd.failures import draining, engine_failed, failed, pool_lost
-from inferd.flight import Flight, Landed
+from inferd.flight import Flight
 from inferd.surroundings import Attachment, Model, Surroundings
 from inferd.tally import Tally
 from pagepool.errors import Code, PagepoolError, Reason
@@ -45,6 +45,7 @@ class Engine:
 
     def __init__(self, surroundings: Surroundings, limits: Limits, eos_token_ids: Iterable[int]) -> None:
         self._around = surroundings
+        self._speculate_tokens = limits.speculate_tokens
         self._scheduler = Scheduler(limits)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._sequences: dict[int, Sequence] = {}
@@ -108,6 +109,7 @@ class Engine:
             if self._attachment is None and self._warm:
                 raise pool_lost("the worker is not attached to memd")
             sequence = Sequence(submit, now)
+            sequence.speculate(self._around.make_proposer, self._speculate_tokens)
             self._scheduler.add(sequence)
         except PagepoolError as error:
             if error.reason is Reason.QUEUE_FULL:
@@ -234,12 +236,15 @@ class Engine:
         """Wait for the oldest step and hand over what it says."""
         step = self._flight.collect()
         plan = step.plan
-        self._scheduler.collected(plan, written=step.error is None)
         if step.error is not None:
+            self._scheduler.collected(plan, written=False)
             self._step_failed(plan, step.error)
             return
-        generated = self._deliver(step)
-        self._tally.step(step, generated, self._around.clock())
+        # What is sampled says which tokens of a draft are right, and so may be committed.
+        delivery = deliver(step, self._around.clock(), self._eos_token_ids)
+        self._scheduler.collected(plan)
+        self._hand_over(delivery)
+        self._tally.step(step, delivery.generated, self._around.clock())
 
     def _step_failed(self, plan: Plan, error: Exception) -> None:
         for sequence, _ in plan.chunks:
@@ -247,16 +252,14 @@ class Engine:
             if sequence.phase is not Phase.FINISHED:
                 self._fail(sequence, engine_failed(f"{type(error).__name__} in a step of the engine"))
 
-    def _deliver(self, step: Landed) -> int:
-        """Hand the tokens over, end what they end; how many tokens went out."""
-        delivery = deliver(step, self._around.clock(), self._eos_token_ids)
+    def _hand_over(self, delivery: Delivery) -> None:
+        """Send a step's tokens, and end what they end."""
         for message in delivery.messages:
             self._around.send(message)
         for sequence in delivery.broken:
             self._fail(sequence, engine_failed("the model's logits are not finite"))
         for sequence, ending, stop_token_id in delivery.ended:
             self._finish(sequence, ending, stop_token_id)
-        return delivery.generated
 
     # -- the ends of requests
 

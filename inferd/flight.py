@@ -26,8 +26,8 @@ log = structlog.get_logger(__name__)
 class Landed:
     """A step that is over, and that the engine began with at `began`.
 
-    tokens has one for each of plan.sampled, -1 where the logits were not finite; with an error it has none. scores is
-    None where nothing was asked for beside tokens.
+    tokens has one for each of the step's logit rows, -1 where the logits were not finite; with an error it has none.
+    scores is None where nothing was asked for beside tokens.
     """
 
     plan: Plan
@@ -70,6 +70,9 @@ class Flight:
     def launch(self, model: Model, plan: Plan, began: float) -> None:
         """Launch a step that was just planned. What goes wrong shows when it is collected."""
         rows = [Row(sequence.submit.sampling, sequence.num_launched, sequence.extras) for sequence in plan.sampled]
+        for guess in plan.drafts:
+            how, first, extras = guess.sequence.submit.sampling, guess.sequence.num_launched, guess.sequence.extras
+            rows += [Row(how, first + behind, extras) for behind in range(1, len(guess.token_ids) + 1)]
         try:
             pending: Pending = model.launch(plan.input, rows)
         except DeviceLostError:

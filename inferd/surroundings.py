@@ -10,7 +10,9 @@ from typing import Protocol, runtime_checkable
 
 from inferd.channel import Message
 from inferd.core.messages import Shutdown
+from inferd.core.ngram import NgramIndex
 from inferd.core.ports import KvPool, StepInput
+from inferd.core.speculation import MakeProposer
 from inferd.logprobs import Scores
 from inferd.sampler import Row
 
@@ -109,9 +111,11 @@ class Surroundings:
     send     takes a message for the front and never waits
     mailbox  where the front's messages arrive
     clock    seconds, never going back
+    make_proposer  who guesses for a sequence that speculates
     """
 
     attach: Callable[[], Attachment]
     send: Callable[[Message], None]
     mailbox: Mailbox
     clock: Callable[[], float]
+    make_proposer: MakeProposer = NgramIndex

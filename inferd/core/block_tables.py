@@ -63,6 +63,11 @@ class BlockTables:
         return len(self._tables)
 
     @property
+    def block_size(self) -> int:
+        """Token positions in a block."""
+        return self._size
+
+    @property
     def spare_blocks(self) -> int:
         """Blocks in the reserve."""
         return len(self._blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from inferd.core.speculation import MAX_SPECULATE_TOKENS
 from pagepool.errors import invalid_field
 
 
@@ -11,12 +12,14 @@ from pagepool.errors import invalid_field
 class Limits:
     """max_batch_tokens per step, of at most max_num_seqs sequences; max_queue requests may wait beyond those that run.
 
+    speculate_tokens are the most that a sequence guesses a step where its request does not say; 0 is none.
     PagepoolError (INVALID_FIELD, naming the flag) where no step could be built.
     """
 
     max_batch_tokens: int = 512
     max_num_seqs: int = 64
     max_queue: int = 1024
+    speculate_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -26,3 +29,6 @@ class Limits:
             raise invalid_field("--max-batch-tokens", self.max_batch_tokens, limit, "raise it, or lower --max-num-seqs")
         if self.max_queue < 0:
             raise invalid_field("--max-queue", self.max_queue, "0 or more", "0 refuses whatever cannot run at once")
+        if not 0 <= self.speculate_tokens <= MAX_SPECULATE_TOKENS:
+            limit = f"0 to {MAX_SPECULATE_TOKENS}"
+            raise invalid_field("--speculate-tokens", self.speculate_tokens, limit, "0 is off")

@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
+from inferd.core.block_tables import BlockTables
+from inferd.core.limits import Limits
 from inferd.core.ports import BlockCopy, StepInput, Target
 from inferd.core.sequence import Sequence
 from pagekernels.layout import slot_mapping, slot_of
 
 
 @dataclass(frozen=True, slots=True)
+class Guess:
+    """The draft of a sequence that decodes in a step, computed behind its last token.
+
+    What comes after each token of the draft is sampled from the logit rows from `row` on.
+    """
+
+    sequence: Sequence
+    token_ids: Seq[int]
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """One step: how many tokens of each sequence it computes, and whose next token it samples, in logit_rows' order.
 
+    Neither counts drafts, whose logit rows come behind those of `sampled`, in the order of drafts.
     prefill_tokens are those that belong to prompts, or were generated before a preemption. scored says whose prompt
     tokens the input's targets are, in their order: sequence, position of the first, count.
     """
@@ -22,15 +38,43 @@ class Plan:
     sampled: list[Sequence]
     prefill_tokens: int
     scored: list[tuple[Sequence, int, int]] = field(default_factory=list)
+    drafts: list[Guess] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Draft:
-    """What goes into a plan: decodes first, and the copies that have to be made before it writes."""
+    """What goes into a plan: decodes first, and the copies that have to be made before it writes.
+
+    draft_tokens is how many those that decode would guess if nothing limited them; `drafted` are those that do.
+    """
 
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     num_decodes: int = 0
     copies: list[BlockCopy] = field(default_factory=list)
+    drafted: list[Sequence] = field(default_factory=list)
+    draft_tokens: int = 0
+
+    def speculate(self, tables: BlockTables, limits: Limits, num_running: int) -> None:
+        """Have those that decode guess, with what is left of the step's tokens and its max_num_seqs logit rows.
+
+        And of the reserve: the blocks beyond one for each of the `num_running` sequences.
+        """
+        tokens = limits.max_batch_tokens - sum(count for _, count in self.chunks)
+        room = min(tokens, limits.max_num_seqs - len(self.chunks))
+        for sequence, _ in self.chunks[: self.num_decodes]:
+            if sequence.speculation is None or room <= 0:
+                continue
+            assert sequence.table is not None
+            self.draft_tokens += sequence.speculation.size
+            table_id = sequence.table.table_id
+            blocks = max(tables.spare_blocks - num_running, 0)
+            places = tables.room(table_id) + blocks * tables.block_size
+            draft = sequence.speculation.draft(min(room, places, sequence.max_length - sequence.length - 1))
+            if draft:
+                self.copies += tables.prepare(table_id, len(draft))
+                sequence.draft = draft
+                self.drafted.append(sequence)
+                room -= len(draft)
 
     def pack(self, number: int, block_size: int, now: float) -> Plan:
         """The plan with this number, launched now; its block tables have room for all that it writes."""
@@ -53,18 +97,25 @@ class Draft:
             if sequence.launch(count, len(rows), number, now):
                 rows.append(len(tokens) - 1)
                 sampled.append(sequence)
+            if sequence.draft:
+                end = first + 1 + len(sequence.draft)
+                tokens += sequence.draft
+                positions += range(first + 1, end)
+                slots += slot_mapping(sequence.entries, first + 1, end, block_size)
+        drafts = _guesses(self.drafted, rows)
         step = StepInput(
             token_ids=tokens,
             positions=positions,
             slots=slots,
-            q_lens=[count for _, count in self.chunks],
-            kv_lens=[sequence.num_launched for sequence, _ in self.chunks],
+            q_lens=[count + len(sequence.draft) for sequence, count in self.chunks],
+            kv_lens=[sequence.num_launched + len(sequence.draft) for sequence, _ in self.chunks],
             tables=[sequence.entries for sequence, _ in self.chunks],
             logit_rows=rows,
             copies=self.copies,
         )
-        plan = Plan(step, self.chunks, sampled, len(tokens) - self.num_decodes)
-        return _scored(plan, self.num_decodes) if scoring else plan
+        of_decodes = self.num_decodes + sum(len(each.token_ids) for each in drafts)
+        plan = Plan(step, self.chunks, sampled, len(tokens) - of_decodes, drafts=drafts)
+        return _scored(plan, self.num_decodes, of_decodes) if scoring else plan
 
 
 def chunk_size(sequence: Sequence, budget: int, scored_rows: int) -> int:
@@ -73,11 +124,20 @@ def chunk_size(sequence: Sequence, budget: int, scored_rows: int) -> int:
     return min(count, scored_rows) if sequence.scores_prompt else count
 
 
-def _scored(plan: Plan, num_decodes: int) -> Plan:
-    """The plan with the prompt tokens that its chunks of prefill score."""
+def _guesses(drafted: list[Sequence], rows: list[int]) -> list[Guess]:
+    """The drafts of a step whose logit rows are `rows`, to which theirs are added."""
+    found: list[Guess] = []
+    for sequence in drafted:
+        first = rows[sequence.row] + 1
+        found.append(Guess(sequence, sequence.draft, len(rows)))
+        rows += range(first, first + len(sequence.draft))
+    return found
+
+
+def _scored(plan: Plan, num_decodes: int, row: int) -> Plan:
+    """The plan with the prompt tokens that its chunks of prefill score; `row` is that of their first token."""
     targets: list[Target] = []
     scored: list[tuple[Sequence, int, int]] = []
-    row = num_decodes
     for sequence, count in plan.chunks[num_decodes:]:
         if sequence.scores_prompt:
             first = sequence.num_scored

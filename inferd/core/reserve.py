@@ -11,6 +11,9 @@ from inferd.core.sequence import Sequence
 STEPS_AHEAD = 6
 """Steps within which memd answers, even under load: a round trip is 1 to 3 ms, a decode step 4 ms and more."""
 
+DRAFT_STEPS_AHEAD = 2
+"""The same for tokens that are guessed, which need not be: nothing waits for their blocks."""
+
 SURPLUS = 8
 """Blocks beyond those needed that are kept, so that sequences that come and go do not move blocks to and fro."""
 
@@ -39,22 +42,26 @@ class Reserve:
         """Whether a claim is open, which has to be repeated every CLAIM_EVERY_S."""
         return self._claimed_at is not None
 
-    def keep(self, running: Seq[Sequence], now: float) -> None:
-        """Ask for what `running` needs within the next steps, or give back what it does not need."""
+    def keep(self, running: Seq[Sequence], now: float, draft_tokens: int = 0) -> None:
+        """Ask for what `running` needs within the next steps, or give back what it does not need.
+
+        And for what it would guess, `draft_tokens` a step, where there is enough: that is never claimed.
+        """
         spare = self._tables.spare_blocks
-        if spare > len(running) + SURPLUS:
-            self._tables.give_back(spare - len(running) - SURPLUS // 2)
+        most = len(running) + (-(-draft_tokens * DRAFT_STEPS_AHEAD // self._size) if running else 0)
+        if spare > most + SURPLUS:
+            self._tables.give_back(spare - most - SURPLUS // 2)
         elif not running and spare:
             self._tables.give_back(spare)
         if not running:
             self._available = self._claimed_at = None
-        if spare >= len(running) or self._tables.awaits_reserve:
+        if spare >= most or self._tables.awaits_reserve:
             return  # within so few steps none needs two, so long as a step has fewer tokens than a block
         low, needy = self._need(running, STEPS_AHEAD)
-        if spare >= low:
+        if spare >= low and (self._available is not None or most == len(running)):
             self._claimed_at = None
         elif self._available is None:
-            self._ask(self._need(running, 2 * STEPS_AHEAD)[0])
+            self._ask(max(self._need(running, 2 * STEPS_AHEAD)[0], most))
         elif self._available > 0:
             self._ask(min(low, spare + self._available))
         elif self._claimed_at is None or now - self._claimed_at >= CLAIM_EVERY_S:

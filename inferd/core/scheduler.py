@@ -43,7 +43,7 @@ class Scheduler:
         self._tables = BlockTables(1)  # of no pool yet: attach makes those of the pool
         self._reserve = Reserve(self._tables, 1)
         self._yielding: list[Sequence] = []
-        self._num_plans = 0
+        self._num_plans = self._draft_tokens = 0
         self.admitting = False
         self.num_preemptions = self.num_starved_steps = 0
         self.running: list[Sequence] = []
@@ -185,7 +185,7 @@ class Scheduler:
                 sequence.num_preemptions += 1
                 self.num_preemptions += 1
                 self._take_back(sequence)
-        self._reserve.keep(self.running, now)
+        self._reserve.keep(self.running, now, self._draft_tokens)
         room = self._limits.max_num_seqs - len(self.running) - self._queue.num_asked
         for sequence in self._queue.ask(room) if self.admitting else ():
             self._tables.create(self._request(sequence))
@@ -211,6 +211,8 @@ class Scheduler:
                 scored_rows -= count if sequence.scores_prompt else 0
         if not draft.chunks:
             return None
+        draft.speculate(self._tables, self._limits, len(self.running))
+        self._draft_tokens = draft.draft_tokens
         self._num_plans += 1
         plan = draft.pack(self._num_plans, self._block_size, now)
         self._grow(plan)
@@ -222,10 +224,18 @@ class Scheduler:
             sequence.in_flight -= 1
             if sequence.phase is not Phase.FINISHED:
                 if written:
-                    assert sequence.table is not None
-                    self._tables.commit(sequence.table.table_id, sequence.advance(count))
+                    self._commit(sequence, count)
             elif not sequence.in_flight:
                 self._release(sequence)
+
+    def _commit(self, sequence: Sequence, count: int) -> None:
+        assert sequence.table is not None
+        table_id = sequence.table.table_id
+        self._tables.commit(table_id, sequence.advance(count + len(sequence.draft)))
+        if sequence.speculation is not None:
+            sequence.draft = ()
+            if not sequence.in_flight:  # of a draft what was wrong is written anew
+                self._tables.retract(table_id, sequence.num_launched)
 
     def _never_fits(self, sequence: Sequence) -> bool:
         return sequence.blocks_needed(self._block_size) > self._total_blocks

@@ -9,6 +9,7 @@ from inferd.core.block_tables import BlockTable
 from inferd.core.history import Extras
 from inferd.core.messages import Ending, Submit, Used
 from inferd.core.ports import Target
+from inferd.core.speculation import MakeProposer, Speculation
 from pagepool.errors import PagepoolError, Reason, invalid_field
 
 
@@ -44,7 +45,12 @@ class Sequence:
     in chunks: the prompt, and after a preemption what was generated before it.
 
     A sequence that is `yielding` takes part in no more steps until its blocks are gone; then it waits, with its tokens
-    and the id of its suspended table, until it gets blocks again. Times are seconds of the engine's clock; None until
+    and the id of its suspended table, until it gets blocks again.
+
+    A sequence that speculates guesses the tokens from `length` on: its `draft` is computed behind its last token, in
+    the one step that it then has in flight, and what was sampled says how much of it is right.
+
+    Times are seconds of the engine's clock; None until
     it has happened. PagepoolError if there is nothing to do.
     """
 
@@ -61,6 +67,8 @@ class Sequence:
         self.max_length = self.num_prompt + submit.max_tokens
         self.num_computed = self.num_launched = self.in_flight = 0
         self.row = self.sampled_in = 0
+        self.speculation: Speculation | None = None
+        self.draft: Seq[int] = ()
         self.extras = Extras.of(submit)
         self.num_scored = 1  # prompt tokens whose logprobs need no more steps; nothing comes before the first
         self.cached_tokens = 0
@@ -89,13 +97,22 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens for the steps to come; none once the last token is being sampled, for nothing follows from its KV.
 
-        And none, for a sequence whose history decides what comes next, while its last token is not known.
+        And none, for a sequence whose history decides what comes next or is guessed from, while its last token is not
+        known.
         """
         if self.length >= self.max_length or self.yielding:
             return 0
-        if self.extras is not None and self.extras.history is not None:
+        guesses = self.speculation is not None and not self.speculation.resting
+        if guesses or (self.extras is not None and self.extras.history is not None):
             return len(self.tokens) - self.num_launched if self.length == len(self.tokens) else 0
         return self.length - self.num_launched
+
+    def speculate(self, make: MakeProposer, default_tokens: int) -> None:
+        """Guess as many tokens a step as the request says, or the default; none if penalties depend on each of them."""
+        asked = self.submit.speculate_tokens
+        limit = default_tokens if asked is None else asked
+        if limit > 0 and (self.extras is None or self.extras.history is None):
+            self.speculation = Speculation(make(self.tokens), limit)
 
     @property
     def scores_prompt(self) -> bool:
@@ -196,6 +213,28 @@ class Sequence:
             self.extras.history.add(token)
         return Ending.MAX_TOKENS if len(self.tokens) == self.max_length else None
 
+    def verify(self, sampled: Seq[int], now: float, eos_token_ids: frozenset[int]) -> tuple[list[int], Ending | None]:
+        """Tokens were sampled after its last known one and after each of its draft: accept those that are right.
+
+        Right is the first, and each that follows a token of the draft that was sampled in just that place. Returns
+        them, the one that ends it or that is -1 the last, and how it ends by them or None. What was right of the draft
+        stays as `draft`, for the commit.
+        """
+        found: list[int] = []
+        ending = None
+        for place, token in enumerate(sampled):
+            found.append(token)
+            ending = self.accept(token, now, eos_token_ids) if token >= 0 else None
+            if ending is not None or place == len(self.draft) or token != self.draft[place]:
+                break
+            self.num_launched += 1
+            self.length += 1
+        right = len(found) - 1
+        assert self.speculation is not None
+        self.speculation.verified(len(self.draft), right)
+        self.draft = self.draft[:right]
+        return found, ending
+
     def finish(self) -> None:
         """It is over, however it ended."""
         self._enter(Phase.FINISHED)
@@ -213,6 +252,8 @@ class Sequence:
             prefill_s=first - started,
             decode_s=last - first,
             preemptions=self.num_preemptions,
+            draft_tokens=self.speculation.num_drafted if self.speculation else 0,
+            accepted_tokens=self.speculation.num_accepted if self.speculation else 0,
         )
 
     def _enter(self, phase: Phase) -> None:

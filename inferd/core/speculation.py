@@ -52,6 +52,11 @@ class Speculation:
         self.num_drafted = self.num_accepted = 0
 
     @property
+    def size(self) -> int:
+        """Tokens that it would guess now if there is room, and something to guess from."""
+        return 0 if self._rest else self._size
+
+    @property
     def resting(self) -> bool:
         """Whether it guesses nothing for now, so that its last token need not be known for the next step."""
         return self._rest > 0

@@ -18,7 +18,9 @@ from inferd.core.messages import (
     TokenLogprobs,
     Tokens,
 )
+from inferd.core.ngram import NgramIndex
 from inferd.core.ports import Step
+from inferd.core.speculation import MakeProposer
 from inferd.engine import Engine
 from inferd.surroundings import Attachment, Mailbox, Surroundings
 from memd.core.pool import Pool
@@ -44,6 +46,7 @@ class Rig:
         limits: Limits | None = None,
         pool: Pool | None = None,
         bind: Callable[[Pool], Any] = TokenModel,
+        make_proposer: MakeProposer = NgramIndex,
     ) -> None:
         self.pool = pool or make_pool(num_blocks)
         self._bind = bind
@@ -55,7 +58,7 @@ class Rig:
         self.warmed_up = 0
         self.on_send: Callable[[Any], None] = lambda message: None
         self.mailbox = Mailbox()
-        surroundings = Surroundings(self._attach, self._send, self.mailbox, self._clock)
+        surroundings = Surroundings(self._attach, self._send, self.mailbox, self._clock, make_proposer)
         self.engine = Engine(surroundings, limits or Limits(), [EOS])
 
     def _clock(self) -> float:
@@ -184,6 +187,11 @@ class Rig:
         end = self.end(request)
         assert isinstance(end, Failed), end
         return end
+
+    @property
+    def starved_steps(self) -> int:
+        """As of the last state that was sent."""
+        return [message for message in self.sent if isinstance(message, EngineState)][-1].counters.starved_steps
 
     @property
     def phases(self) -> list[str]:
