@@ -241,7 +241,9 @@ class PoolService:
 
         def call(now: float) -> pb.UnpinPrefixResponse:
             found = self._pool.prefixes.unpin(request.token_ids, request.salt, now)
-            return pb.UnpinPrefixResponse(num_tokens=found.num_tokens, num_blocks=found.num_blocks)
+            return pb.UnpinPrefixResponse(
+                num_tokens=found.num_tokens, num_blocks=found.num_blocks, was_kept=found.was_kept
+            )
 
         return self._changing(request, call)
 

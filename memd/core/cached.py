@@ -25,12 +25,13 @@ class Retention:
 class CachedFrames:
     """Frames of sealed blocks that nobody refers to, and the retention of those that have one, referred to or not."""
 
-    __slots__ = ("_common", "_links", "_pinned", "_queues", "kept", "num_pinned_kept")
+    __slots__ = ("_common", "_links", "_pinned", "_queues", "_spare", "kept", "num_pinned_kept")
 
     def __init__(self, links: Links) -> None:
         self._links = links
         self._common = FrameQueue(links)
-        self._queues = {0: self._common}
+        self._queues = {0: self._common}  # by priority, none empty but the common one
+        self._spare: list[FrameQueue] = []
         self._pinned = FrameQueue(links)
         self.kept: dict[int, Retention] = {}
         self.num_pinned_kept = 0
@@ -68,13 +69,20 @@ class CachedFrames:
 
     def remove(self, frame: int) -> None:
         """Take a cached frame out, wherever it stands."""
-        (self._queue_of(frame) if self.kept else self._common).remove(frame)
+        if not self.kept:
+            self._common.remove(frame)
+            return
+        self._queue_of(frame).remove(frame)
+        if frame in self.kept:
+            self._close_if_empty(self.kept[frame].priority)
 
     def pop(self) -> int:
         """Take out the frame to be evicted first."""
         for priority in sorted(self._queues):
             if self._queues[priority]:
-                return self._queues[priority].pop()
+                frame = self._queues[priority].pop()
+                self._close_if_empty(priority)
+                return frame
         raise InvariantError("a block is evicted while none can be")
 
     def keep(self, frame: int, retention: Retention | None) -> None:
@@ -92,5 +100,9 @@ class CachedFrames:
         if retention.pinned:
             return self._pinned
         if retention.priority not in self._queues:
-            self._queues[retention.priority] = FrameQueue(self._links)
+            self._queues[retention.priority] = self._spare.pop() if self._spare else FrameQueue(self._links)
         return self._queues[retention.priority]
+
+    def _close_if_empty(self, priority: int) -> None:
+        if priority and not self._queues.get(priority, True):
+            self._spare.append(self._queues.pop(priority))  # its place among the links serves another priority

@@ -112,6 +112,12 @@ def pin_limit(pinned: int, most: int, total: int) -> PagepoolError:
     return PagepoolError(Reason.PIN_LIMIT, message, pinned=pinned, limit=most, total=total)
 
 
+def too_many_pins(pins: int, limit: int) -> PagepoolError:
+    """Too many prefixes would be kept."""
+    message = f"{pins} prefixes are kept, the most there may be; unpin some, or pin what they have in common"
+    return PagepoolError(Reason.PIN_LIMIT, message, pins=pins, limit=limit)
+
+
 def protocol_violation(lease_id: int, what: str, remedy: str) -> PagepoolError:
     """A step that cannot be."""
     message = f"lease {lease_id} is lost: {what}; {remedy}"

@@ -243,9 +243,9 @@ class Pool:
     # -- time
 
     def tick(self, now: float) -> list[LeaseView]:
-        """End the leases that are late and return them: workers' are LOST now, clients' have freed what they held.
+        """End leases that are late and return them: workers' are LOST now, clients' have freed what they held.
 
-        Also ends the pins whose time is over, and the waiting for prefixes that nobody works on any more.
+        Also ends pins whose time is over, and the waiting for prefixes that nobody works on any more.
         """
         self.prefixes.tick(now)
         self._workers.tick(now)
@@ -291,6 +291,7 @@ class Pool:
     def check(self) -> None:
         """Verify the invariant that memd.core.check states; raises InvariantError. Takes time with the pool's size."""
         check.check(self._state)
+        self.prefixes.check()
 
     def _changed(self, result: T) -> T:
         self._state.version += 1

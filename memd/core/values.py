@@ -160,6 +160,15 @@ class KeptPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class UnpinnedPrefix:
+    """What was found of a prefix, and whether it was kept by these very token ids until now."""
+
+    num_tokens: int
+    num_blocks: int
+    was_kept: bool
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCopy:
     """Bytes that the caller has to copy before it does anything else: packed entries of two blocks of one format."""
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from memd.core.block import Blocks
+from memd.core.cached import Retention
 from memd.core.draft import Draft
+from memd.core.kept import KeptBlock, PinTree
 from memd.core.lease import Lease
 from memd.core.operations import Fork, Truncate
 from memd.core.prefix import PrefixIndex
@@ -194,3 +196,35 @@ def gives_a_lost_reserve_away(patch: pytest.MonkeyPatch) -> None:
 
     original = WorkerLeases.lose
     patch.setattr(WorkerLeases, "lose", lose)
+
+
+def believes_the_last_pin_alone(patch: pytest.MonkeyPatch) -> None:
+    """A pin that comes later replaces those before it on the blocks that both cover."""
+
+    def strongest(self: KeptBlock) -> Retention | None:
+        said = [*self.pins.values(), *(one.retention for one in self.after.values())]
+        return said[-1] if said else None
+
+    patch.setattr(KeptBlock, "strongest", strongest)
+
+
+def unpins_what_others_keep(patch: pytest.MonkeyPatch) -> None:
+    """The end of a pin is the end of all that covers its blocks."""
+
+    def drop(self: PinTree, key: bytes) -> None:
+        if (last := self._last.get(key)) is not None:
+            for other in [one for one, block in self._last.items() if block is last or block is last.before]:
+                original(self, other)
+
+    original = PinTree.drop
+    patch.setattr(PinTree, "drop", drop)
+
+
+def keeps_heads_less_than_tails(patch: pytest.MonkeyPatch) -> None:
+    """A block is kept by the pins that end with it, whatever is kept after it."""
+
+    def strongest(self: KeptBlock) -> Retention | None:
+        mine = [*self.pins.values()] or [one.retention for one in self.after.values() if one.retention is not None]
+        return max(mine, key=lambda one: (one.pinned, one.priority), default=None)
+
+    patch.setattr(KeptBlock, "strongest", strongest)

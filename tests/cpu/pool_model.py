@@ -12,6 +12,7 @@ from pagekernels.layout import Format
 from pagepool.errors import Reason
 from tests.cpu.pool_model_clients import Clients
 from tests.cpu.pool_model_operations import Operations
+from tests.cpu.pool_model_pins import Pins, Retention
 from tests.cpu.pool_model_prefixes import Prefixes
 from tests.cpu.pool_model_values import SIZE, UNITS, ModelBlock, ModelLease, ModelTable, Refused
 from tests.cpu.pool_model_workers import Workers
@@ -31,7 +32,8 @@ class Model:
         self.next_block = self.next_id = 1
         self.counts: Counter[str] = Counter()
         self.starving: dict[int, tuple[int, int]] = {}
-        self.kept: dict[int, tuple[int, bool, float]] = {}  # by block: priority, pinned, until when
+        self.kept: dict[int, Retention] = {}  # by block
+        self.pins = Pins(self)
         self.order: dict[int, list[int]] = {}  # by lease: blocks it holds directly, in the order it first took them
         self.operations, self.clients, self.workers = Operations(self), Clients(self), Workers(self)
         self.prefixes = Prefixes(self)
@@ -168,7 +170,7 @@ class Model:
         del self.leases[lease_id]
         self.starving.pop(lease_id, None)
 
-    def keep(self, one: int, retention: tuple[int, bool, float] | None) -> None:
+    def keep(self, one: int, retention: Retention | None) -> None:
         was = self.is_pinned(one)
         self.kept.pop(one, None)
         if retention is not None:

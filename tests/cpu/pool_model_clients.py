@@ -128,15 +128,3 @@ class Clients:
         ids = self.model.grant(count, (lease_id, table_id))
         table.blocks += ids
         return self.model.run(ids)
-
-    def pin(self, tokens: Sequence[int], salt: bytes, retention: tuple[int, bool, float] | None) -> Any:
-        found = self.model.prefix(tokens, salt, len(tokens) + 1)
-        if not found:
-            raise Refused(Reason.PREFIX_NOT_FOUND)
-        pinned = {one for one, (_, is_pinned, _) in self.model.kept.items() if is_pinned}
-        if retention is not None and retention[1] and len(pinned | set(found)) > self.model.total // 2:
-            raise Refused(Reason.PIN_LIMIT)
-        for one in reversed(found):
-            if retention is not None or one in self.model.kept:
-                self.model.keep(one, retention)
-        return len(found) * SIZE, len(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from memd.core.lease import MAX_REPLAYED_STEPS
@@ -171,9 +170,7 @@ class Workers:
             self.model.end(lease_id)
 
     def tick(self, now: float) -> list[tuple[int, LeaseState]]:
-        over = [(until, one) for one, (_, _, until) in self.model.kept.items() if until <= now]
-        for _, one in sorted(over, key=itemgetter(0)):  # of one prefix the last block first, as it was pinned
-            self.model.keep(one, None)
+        self.model.pins.tick(now)
         late = [
             one
             for one, lease in self.model.leases.items()

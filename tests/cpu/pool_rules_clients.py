@@ -1,4 +1,4 @@
-"""Rules: commands of clients, and pins."""
+"""Rules: commands of clients."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from memd.core.values import (
-    PinRequest,
     TableRequest,
 )
-from tests.cpu.pool_machine import PoolMachine, requests, streams
+from tests.cpu.pool_machine import PoolMachine, requests
 
 
 class ClientRules(PoolMachine):
@@ -74,31 +73,6 @@ class ClientRules(PoolMachine):
             self.model.drop_table(table)
 
         self.agree(lambda: self.pool.release_table(lease, table, self.now), expected)
-
-    @rule(
-        tokens=streams,
-        salt=st.sampled_from([b"", b"", b"salt"]),
-        priority=st.sampled_from([-1, 0, 1, 2]),
-        pinned=st.booleans(),
-        ttl=st.sampled_from([1.0, 3.0, 10.0]),
-    )
-    def pin(self, tokens: list[int], salt: bytes, priority: int, pinned: bool, ttl: float) -> None:
-        request = PinRequest(tokens, ttl, salt, priority, pinned)
-
-        def actual() -> Any:
-            kept = self.pool.prefixes.pin(request, self.now)
-            assert kept.until == self.now + ttl
-            return kept.num_tokens, kept.num_blocks
-
-        self.agree(actual, lambda: self.model.clients.pin(tokens, salt, (priority, pinned, self.now + ttl)))
-
-    @rule(tokens=streams)
-    def unpin(self, tokens: list[int]) -> None:
-        def actual() -> Any:
-            kept = self.pool.prefixes.unpin(tokens, b"", self.now)
-            return kept.num_tokens, kept.num_blocks
-
-        self.agree(actual, lambda: self.model.clients.pin(tokens, b"", None))
 
     @rule(data=st.data())
     def client_forks(self, data: st.DataObject) -> None:

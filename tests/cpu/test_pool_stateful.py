@@ -12,6 +12,7 @@ from memd.core.errors import InvariantError
 from memd.core.pool import Pool
 from memd.core.values import Commit, Step, TableRequest
 from tests.cpu.pool_bugs import (
+    believes_the_last_pin_alone,
     drops_what_was_never_written,
     evicts_the_newest,
     evicts_what_it_matched,
@@ -21,11 +22,13 @@ from tests.cpu.pool_bugs import (
     frees_a_unit_twice,
     gives_a_lost_reserve_away,
     gives_away_what_a_lost_worker_can_write,
+    keeps_heads_less_than_tails,
     leaks_a_share,
     lets_a_shared_block_be_written,
     matches_the_last_token,
     releases_heads_first,
     truncates_in_place,
+    unpins_what_others_keep,
     uses_a_reserved_block_twice,
 )
 from tests.cpu.pool_bugs_prefixes import (
@@ -40,11 +43,12 @@ from tests.cpu.pool_model_values import GEOMETRY, SIZE, TIMEOUT
 from tests.cpu.pool_rules_clients import ClientRules
 from tests.cpu.pool_rules_leases import LeaseRules
 from tests.cpu.pool_rules_operations import OperationRules
+from tests.cpu.pool_rules_pins import PinRules
 from tests.cpu.pool_rules_prefixes import PrefixRules
 from tests.cpu.pool_rules_workers import WorkerRules
 
 
-class PoolCommands(LeaseRules, ClientRules, WorkerRules, OperationRules, PrefixRules):
+class PoolCommands(LeaseRules, ClientRules, PinRules, WorkerRules, OperationRules, PrefixRules):
     """Every command of the pool."""
 
 
@@ -81,6 +85,9 @@ BUGS = [
     waits_for_the_last_token,
     wakes_nobody_at_the_end,
     gives_a_lost_reserve_away,
+    believes_the_last_pin_alone,
+    unpins_what_others_keep,
+    keeps_heads_less_than_tails,
     frees_a_block_twice,
     frees_a_unit_twice,
     pytest.param(leaks_a_share, marks=SLOW),

@@ -114,8 +114,8 @@ def test_a_kept_block_says_so_and_unpin_ends_it(client: PoolClient, session: Poo
     assert 50 < one().kept_for.ToNanoseconds() / 1e9 <= 60
     client.pin_prefix(SYSTEM, Retention(30, pinned=False, priority=3))
     assert (one().pinned, one().priority) == (False, 3)
-    assert client.unpin_prefix(SYSTEM).num_blocks == 2
-    assert client.unpin_prefix(SYSTEM).num_tokens == 32
+    ended, again = client.unpin_prefix(SYSTEM), client.unpin_prefix(SYSTEM)
+    assert [(one.num_tokens, one.num_blocks, one.was_kept) for one in (ended, again)] == [(32, 2, True), (32, 2, False)]
     assert (one().pinned, one().priority, one().HasField("kept_for")) == (False, 0, False)
 
 
@@ -183,6 +183,11 @@ def test_the_command_pins_what_a_table_holds(memd: Any, client: PoolClient, sess
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("32 of 32 tokens, in 2 blocks, pinned until ")
     assert client.pool().usage.pinned_blocks == 2
+    with client.lease() as lease:
+        table = lease.create_table([*SYSTEM, 0], 3)
+        for words in ("may be evicted like all others", "were not kept by just these tokens"):
+            assert words in pin(memd, "--table", str(table.table_id), "--off").stdout
+    assert client.pool().usage.pinned_blocks == 0
 
 
 @pytest.mark.parametrize(

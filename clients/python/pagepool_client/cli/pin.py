@@ -43,7 +43,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         token_ids, salt = _token_ids(client, args), args.salt.encode()
         if args.off:
             found = client.unpin_prefix(token_ids, salt=salt)
-            terminal.line(f"{_size(found.num_tokens, found.num_blocks, token_ids)} may be evicted like all others")
+            size = _size(found.num_tokens, found.num_blocks, token_ids)
+            still = "may be evicted like all others, unless kept with a longer or shorter prefix"
+            terminal.line(f"{size} {still if found.was_kept else 'were not kept by just these tokens'}")
             return 0
         retention = Retention(args.ttl, pinned=args.priority is None, priority=args.priority or 0)
         kept = client.pin_prefix(token_ids, retention, salt=salt)

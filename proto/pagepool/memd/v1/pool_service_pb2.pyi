@@ -356,9 +356,11 @@ class UnpinPrefixRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ...) -> None: ...
 
 class UnpinPrefixResponse(_message.Message):
-    __slots__ = ("num_tokens", "num_blocks")
+    __slots__ = ("num_tokens", "num_blocks", "was_kept")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WAS_KEPT_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     num_blocks: int
-    def __init__(self, num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    was_kept: bool
+    def __init__(self, num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., was_kept: _Optional[bool] = ...) -> None: ...

@@ -360,12 +360,14 @@ class PoolServiceServicer:
     def PinPrefix(self, request, context):
         """Says how the blocks of a prefix are kept while nobody holds them: evicted by priority, or, pinned, not at all, until a
         time-to-live ends. Finds the longest sealed prefix of the token ids, its last whole block included, whoever computed
-        it, and replaces what was said of these blocks before. No lease, and no reference: it ends by its time, by
+        it. Replaces what was said for the same token ids (their whole blocks) and salt, and nothing else: a block in several
+        kept prefixes is pinned while one of them is, has the highest of their priorities, and is kept until the last of them
+        ends; so the head of a prefix is never kept less than its tail. No lease, and no reference: it ends by its time, by
         UnpinPrefix, or, unless pinned, when a block is evicted all the same. Counts as a use. Idempotent.
         FAILED_PRECONDITION / POOL_WITHOUT_GEOMETRY: no worker has attached yet; retry later.
         NOT_FOUND / PREFIX_NOT_FOUND: no whole block of it is in the pool; generate with it once, then pin it.
         RESOURCE_EXHAUSTED / PIN_LIMIT: more than half of the pool's blocks would be pinned; nothing was changed; unpin
-        something, pin a shorter prefix, or give a priority.
+        something, pin a shorter prefix, or give a priority. Or 16,384 prefixes are kept; unpin some.
         INVALID_ARGUMENT / INVALID_FIELD: priority not from -100 to 100; ttl missing, or not from 1 second to 24 hours; salt
         over 64 bytes.
         """
@@ -374,8 +376,8 @@ class PoolServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UnpinPrefix(self, request, context):
-        """Ends what PinPrefix said of the longest sealed prefix of the token ids: its blocks are like all others again. Counts
-        as a use. Idempotent: what is not kept is no error.
+        """Ends what PinPrefix said for these very token ids (their whole blocks) and salt; what was said for longer or shorter
+        ones, which have blocks in common with them, stays. Counts as a use. Idempotent: what is not kept is no error.
         FAILED_PRECONDITION / POOL_WITHOUT_GEOMETRY: no worker has attached yet.
         NOT_FOUND / PREFIX_NOT_FOUND: no whole block of it is in the pool.
         INVALID_ARGUMENT / INVALID_FIELD: salt over 64 bytes.
