@@ -58,6 +58,12 @@ class MemdConfig:
     heartbeat_timeout: float = setting(
         "seconds without a word after which a worker's lease is lost", parse_seconds, default=10.0
     )
+    ack_timeout: float = setting(
+        "seconds within which a worker has to acknowledge that no step of it reads a block any more that was merged or "
+        "moved; after that its lease is lost (longer than its longest step takes)",
+        parse_seconds,
+        default=30.0,
+    )
     drain_grace: float = setting("seconds that workers have to detach when memd stops", parse_seconds, default=5.0)
     log_level: str = setting(f"least level to log: {', '.join(LEVELS)}", choice(*LEVELS), default="info")
     log_format: str = setting(f"how to log: {', '.join(FORMATS)}", choice(*FORMATS), default="auto")

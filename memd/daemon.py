@@ -93,6 +93,7 @@ class Memd:
         self._failure: BaseException | None = None
         epoch = secrets.randbits(64) or 1
         self.pool = Pool(epoch, config.block_size, slab.size_bytes, config.max_num_blocks, slab.layout_version)
+        self.pool.remaps.ack_timeout_s = config.ack_timeout
         if config.geometry is not None:
             self.pool.declare(read_geometry(config.geometry, slab.layout_version))
         self._clock = LivenessClock()

@@ -243,6 +243,7 @@ def step_from(message: worker_service_pb2.Step) -> Step:
         reserves=[
             ReserveRequest(one.num_blocks, one.num_tables, one.ref, one.for_table_id) for one in message.reserves
         ],
+        acknowledged=message.acknowledged,
     )
 
 

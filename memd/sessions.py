@@ -9,12 +9,14 @@ from typing import Any, Protocol
 
 import structlog
 
+from memd.core.errors import lease_lost
 from memd.core.pool import Pool
-from memd.core.values import LeaseState, LeaseView
+from memd.core.values import LeaseState, LeaseView, Remap
 from memd.messages import duration
 from pagepool.errors import PagepoolError, Reason
 from pagepool.handlers import Stream
 from pagepool.memd.v1.worker_service_pb2 import AttachResponse, Capacity, Drain
+from pagepool.memd.v1.worker_service_pb2 import Remap as RemapMessage
 
 MAX_UNSENT = 64
 ANSWER_DELAY_S = 0.002
@@ -30,6 +32,9 @@ class Locks(Protocol):
 
     def is_free(self, name: str) -> bool:
         """Whether its process is gone."""
+
+    def fence(self, name: str, lease_id: int) -> bool:
+        """Let nothing out of the worker of a lost lease any more; False if its file has no fence."""
 
     def drop(self, name: str) -> None:
         """End the watch."""
@@ -146,7 +151,12 @@ class Sessions:
             self._nobody.set()
 
     def publish(self) -> None:
-        """Tells workers that were refused that there are blocks again."""
+        """Tells workers where their blocks are now, and those that were refused that there are blocks again."""
+        for lease_id in self._pool.remaps.leases_with_news():
+            news = self._pool.remaps.take_news(lease_id)
+            if (session := self._by_lease.get(lease_id)) is not None:
+                for one in news:
+                    session.tell(_remap(one))
         for lease_id, available in self._pool.take_capacity_news():
             if (session := self._by_lease.get(lease_id)) is not None:
                 session.tell(AttachResponse(capacity=Capacity(available_blocks=available)))
@@ -155,9 +165,18 @@ class Sessions:
         """Ends what is late and returns what belonged to processes that are gone."""
         now = self._clock()
         for lease in self._pool.tick(now):
-            _log.warning("lease lost", lease_id=lease.lease_id, holder=lease.holder, worker=lease.is_worker)
+            _log.warning(
+                "lease lost",
+                lease_id=lease.lease_id,
+                holder=lease.holder,
+                worker=lease.is_worker,
+                why=lease.lost_because,
+            )
             if lease.state is LeaseState.LOST and (session := self._by_lease.get(lease.lease_id)) is not None:
-                session.end(_late(lease))
+                session.end(lease_lost(lease.lease_id, lease.lost_because))
+        for lease_id, lock_file in self._pool.remaps.unfenced():
+            if self._locks.fence(lock_file, lease_id):
+                self._pool.remaps.fenced(lease_id, now)
         for lease_id, lock_file in self._pool.waiting_for_process():
             if self._locks.is_free(lock_file):
                 _log.info("worker's process is gone, its blocks return", lease_id=lease_id, lock_file=lock_file)
@@ -196,12 +215,17 @@ def draining_error() -> PagepoolError:
     return PagepoolError(Reason.DRAINING, "memd is stopping; connect again later", retry_after_s=1.0)
 
 
-def _late(lease: LeaseView) -> PagepoolError:
-    message = (
-        f"lease {lease.lease_id} is lost: nothing was heard from its worker for {lease.ttl_s:g} s; "
-        "stop using the mapping, drop the lock, attach anew"
+def _remap(news: Remap) -> AttachResponse:
+    return AttachResponse(
+        remap=RemapMessage(
+            sequence=news.sequence,
+            table_id=news.table_id,
+            index=news.index,
+            block_id=news.block_id,
+            entry=news.entry,
+            old_block_id=news.old_block_id,
+        )
     )
-    return PagepoolError(Reason.LEASE_LOST, message, lease_id=lease.lease_id, heartbeat_timeout_s=lease.ttl_s)
 
 
 async def _within(seconds: float, waiting: Awaitable[Any]) -> bool:

@@ -52,6 +52,7 @@ class WorkerService:
         log.info("worker attached", reclaimed=welcome.welcome.reclaimed)
         try:
             session.tell(welcome)
+            self.sessions.publish()
             await session.run(self._serve(session, stream))
         except PagepoolError as error:
             log.warning("worker's stream ends", reason=str(error.reason), message=error.message)
@@ -83,8 +84,11 @@ class WorkerService:
 
     def _attached(self, hello: pb.Hello) -> Attached:
         reclaim = (hello.reclaim_epoch, hello.reclaim_lease_id) if hello.reclaim_lease_id else None
-        timeout_s = self.terms.heartbeat_timeout_s
-        return self.pool.attach(hello.worker_name, hello.lock_file, timeout_s, self.clock(), reclaim)
+        timeout_s, now = self.terms.heartbeat_timeout_s, self.clock()
+        attached = self.pool.attach(hello.worker_name, hello.lock_file, timeout_s, now, reclaim)
+        if hello.takes_remaps:
+            self.pool.remaps.listen(attached.lease.lease_id, now)
+        return attached
 
     def _welcome(self, lease_id: int, *, reclaimed: bool) -> pb.AttachResponse:
         timeout_s = self.terms.heartbeat_timeout_s

@@ -10,10 +10,11 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from inferd.core.ports import BlockCopy, Grant, Step, TableRequest
 from inferd.core.step_words import StepWords
-from pagepool.pool_values import CopyOnWrite, Fork, Release, ReserveRequest, Suspend, Take, Truncate
+from pagepool.pool_values import CopyOnWrite, Fork, Release, Remap, ReserveRequest, Suspend, Take, Truncate
 
 
 class ReserveShortError(Exception):
@@ -130,6 +131,14 @@ class BlockTables:
         """Give up to so many blocks of the reserve back to the pool."""
         for _ in range(min(num_blocks, len(self._blocks))):
             self._words.free(self._blocks.pop()[0])
+
+    def remap(self, news: Remap) -> None:
+        """A block is in another place, in whatever tables still have it. Steps in flight go on with the old entries."""
+        for table in chain(filter(None, [self._tables.get(news.table_id)]), self._tables.values()):
+            if news.old_block_id not in self._holders:  # else in forks that memd had not heard of, or will name next
+                break
+            if table.block_ids[news.index : news.index + 1] == [news.old_block_id]:
+                self._put(table, news.index, news.block_id, news.entry)
 
     # -- what the worker does
 
@@ -253,14 +262,17 @@ class BlockTables:
     def _replace(self, table: BlockTable, index: int, *, report: bool = True) -> BlockCopy:
         block_id, entry = self._blocks.pop(0)
         copy = BlockCopy(table.entries[index], entry)
+        self._put(table, index, block_id, entry)
+        if report:
+            self._words.operate(CopyOnWrite(table.table_id, index, (block_id,)), unshares=True)
+        return copy
+
+    def _put(self, table: BlockTable, index: int, block_id: int, entry: int) -> None:
         self._forget([table.block_ids[index]])
         self._holders[block_id] += 1
         table.block_ids[index] = block_id
         table.entries = array("I", table.entries)
         table.entries[index] = entry
-        if report:
-            self._words.operate(CopyOnWrite(table.table_id, index, (block_id,)), unshares=True)
-        return copy
 
     def _take(self, table: BlockTable, count: int) -> None:
         self._words.limit(table.table_id, len(table.block_ids) * self._size)

@@ -12,7 +12,9 @@ else has.
 tokens.
 6. What is promised is of tables that can still write it.
 7. Tables and leases know each other; clients' leases are never detached or lost.
-8. Free, held, cached and quarantined blocks add up to the pool, and the counters to the blocks there are.
+8. Blocks that moved are kept for the workers that have not acknowledged it, whose tables do not have them any more;
+what they wait for is numbered without a gap; the fenced are not waited for.
+9. Free, held, cached and quarantined blocks add up to the pool, and the counters to the blocks there are.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ def check(state: PoolState) -> None:
     _check_references(state, state.store)
     _check_cached(state.store)
     _check_reserves(state, state.store)
+    _check_remaps(state, state.store)
     for table in state.tables.values():
         _check_table(state, state.store, table)
     _check_index(state.store)
@@ -82,6 +85,8 @@ def _check_references(state: PoolState, store: BlockStore) -> None:
         for table_id, frame in lease.copy_sources.items():
             _check_source(store, lease.tables.get(table_id), frame)
             actual[frame].append(lease.lease_id)
+        for unread in lease.remaps:
+            actual[unread.frame].append(lease.lease_id)
     for frame, holders in enumerate(actual):
         known = sorted(store.blocks.holders[frame])
         name = f"block {store.blocks.ids[frame]} in frame {frame}"
@@ -137,6 +142,26 @@ def _check_reserves(state: PoolState, store: BlockStore) -> None:
         for table_id in lease.reserved_ids:
             _require(table_id not in state.tables, f"table {table_id} is there, but its id still in reserve")
             _require(table_id <= state.last_id, f"table id {table_id} is in reserve, but was never granted")
+
+
+def _check_remaps(state: PoolState, store: BlockStore) -> None:
+    readers: Counter[int] = Counter()
+    for lease in state.leases.values():
+        name, sequences = f"lease {lease.lease_id}", [unread.remap.sequence for unread in lease.remaps]
+        last = lease.last_remap
+        _require(sequences == list(range(last - len(sequences) + 1, last + 1)), f"{name} waits for Remaps {sequences}")
+        _require(not sequences or lease.takes_remaps, f"{name} is told where its blocks are, but does not listen")
+        _require(not lease.is_fenced or lease.state is LeaseState.LOST, f"{name} is fenced, but {lease.state.name}")
+        _require(not lease.is_fenced or not sequences, f"{name} is fenced, but waited for")
+        for unread in lease.remaps:
+            block = f"block {store.blocks.ids[unread.frame]} in frame {unread.frame}"
+            old = unread.remap.old_block_id
+            _require(store.blocks.ids[unread.frame] == old, f"{block} was given away while {name} may read block {old}")
+            _require(store.blocks.prefixes[unread.frame] != 0, f"{block} moved, but is not sealed")
+            mine = any(holder in lease.tables for holder in store.blocks.holders[unread.frame])
+            _require(not mine, f"{block} moved, but a table of {name} still has it")
+            readers[unread.frame] += 1
+    _require(readers == state.readers, f"frames are read {dict(readers)}, counted {dict(state.readers)}")
 
 
 def _check_table(state: PoolState, store: BlockStore, table: Table) -> None:

@@ -12,6 +12,15 @@ class InvariantError(Exception):
     """The pool contradicts itself. A bug, never a user's mistake: the daemon must not go on with such a pool."""
 
 
+def epoch_mismatch(epoch: int, present: int) -> PagepoolError:
+    """An id of another memd life."""
+    message = (
+        f"epoch is {epoch}, but this memd life is {present}: every id of another life is void; "
+        "read GetPool and start anew"
+    )
+    return PagepoolError(Reason.EPOCH_MISMATCH, message, field="epoch", value=epoch, epoch=present)
+
+
 def lease_not_found(lease_id: int) -> PagepoolError:
     """No such client lease now."""
     message = f"lease {lease_id} does not exist: it ended, and what it held is freed; create another"

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from memd.core.table import Table
-from memd.core.values import LeaseState, LeaseView, StepOutcome
+from memd.core.values import LeaseState, LeaseView, Remap, StepOutcome
 
 MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0
 MAX_NAME_BYTES = 128
@@ -16,6 +16,14 @@ MAX_TABLES = 16_384
 """Tables of one lease: many more than one holder works with at a time."""
 MAX_REPLAYED_STEPS = 1024
 """Answers kept per worker lease, for a worker that lost them with its stream: more than any keeps in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A Remap that a worker has not acknowledged, and the frame of the old block, which it may still read."""
+
+    remap: Remap
+    frame: int
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +45,12 @@ class Lease:
     answers: deque[StepOutcome] = field(default_factory=lambda: deque(maxlen=MAX_REPLAYED_STEPS))
     lost_because: str = ""
     replaying: bool = False  # reclaimed, and no new step yet
+    takes_remaps: bool = False
+    remaps: deque[Unread] = field(default_factory=deque)
+    last_remap: int = 0  # its sequence
+    last_told: int = 0  # of the Remaps, on this stream
+    ack_deadline: float = float("inf")  # for the first of `remaps`
+    is_fenced: bool = False
 
     @property
     def is_worker(self) -> bool:
@@ -45,7 +59,19 @@ class Lease:
 
     def is_late(self, now: float) -> bool:
         """Whether its deadline has passed and nobody has drawn the consequence yet."""
-        return now >= self.deadline and self.state is not LeaseState.LOST
+        return now >= self.due and self.state is not LeaseState.LOST
+
+    @property
+    def due(self) -> float:
+        """When it is late unless it is heard; without a stream nothing can be acknowledged."""
+        return min(self.deadline, self.ack_deadline) if self.state is LeaseState.LIVE else self.deadline
+
+    def why_late(self, now: float) -> str:
+        """What it has failed to do."""
+        if now >= self.deadline:
+            return f"nothing was heard from its worker for {self.ttl_s:g} s"
+        waiting = f"Remap {self.remaps[0].remap.sequence} was not acknowledged within --ack-timeout"
+        return f"{waiting}, so its worker hangs in a step; give memd a longer one if its steps take so long"
 
     def renew(self, now: float) -> None:
         """Set the deadline to a full time-to-live from now."""
@@ -53,4 +79,6 @@ class Lease:
 
     def view(self) -> LeaseView:
         """A snapshot."""
-        return LeaseView(self.lease_id, self.holder, self.state, self.ttl_s, self.deadline, self.lock_file)
+        return LeaseView(
+            self.lease_id, self.holder, self.state, self.ttl_s, self.deadline, self.lock_file, self.lost_because
+        )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from memd.core import check, views
+from memd.core import check, errors, views
 from memd.core.clients import ClientLeases
 from memd.core.geometry import Geometry, require_device, require_equal
 from memd.core.pins import PrefixPins
+from memd.core.remaps import Remaps
 from memd.core.sharing import Sharing
 from memd.core.state import PoolState
 from memd.core.stepping import Stepper
@@ -26,9 +27,9 @@ from memd.core.values import (
     TableView,
     Usage,
 )
-from memd.core.workers import SILENCE, WorkerLeases
+from memd.core.workers import WorkerLeases
 from pagekernels.layout import LAYOUT_LINEAR
-from pagepool.errors import PagepoolError, Reason, invalid_field
+from pagepool.errors import invalid_field
 
 T = TypeVar("T")
 
@@ -62,7 +63,8 @@ class Pool:
         self.sharing = Sharing(self._state, self._clients)
         self.prefixes = PrefixPins(self._state)
         self._workers = WorkerLeases(self._state)
-        self._stepper = Stepper(self._state, self._workers)
+        self.remaps = Remaps(self._state)
+        self._stepper = Stepper(self._state, self._workers, self.remaps)
 
     # -- what it is
 
@@ -124,11 +126,7 @@ class Pool:
     def require_epoch(self, epoch: int) -> None:
         """EPOCH_MISMATCH unless an id with this epoch is of this memd life."""
         if epoch != self.epoch:
-            message = (
-                f"epoch is {epoch}, but this memd life is {self.epoch}: every id of another life is void; "
-                "read GetPool and start anew"
-            )
-            raise PagepoolError(Reason.EPOCH_MISMATCH, message, field="epoch", value=epoch, epoch=self.epoch)
+            raise errors.epoch_mismatch(epoch, self.epoch)
 
     def declare(self, geometry: Geometry) -> None:
         """Cut the pool for this geometry, or be content if it is cut for the same; GEOMETRY_MISMATCH else.
@@ -252,7 +250,7 @@ class Pool:
         late = [lease for lease in self._state.leases.values() if lease.is_late(now)]
         for lease in late:
             if lease.is_worker:
-                self._workers.lose(lease, SILENCE)
+                self._workers.lose(lease, lease.why_late(now))
             else:
                 self._clients.expire(lease, now)
         return [lease.view() for lease in late]
@@ -260,7 +258,7 @@ class Pool:
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, if nobody renews before; None if no lease can be late."""
         leases = self._state.leases.values()
-        return min((one.deadline for one in leases if one.state is not LeaseState.LOST), default=None)
+        return min((one.due for one in leases if one.state is not LeaseState.LOST), default=None)
 
     # -- queries: never change anything
 

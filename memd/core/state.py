@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -79,6 +80,7 @@ class PoolState:
     promises: Promises = field(default_factory=Promises)
     last_id: int = 0  # of leases and tables: one sequence, so that either kind names a holder of blocks
     version: int = 0
+    readers: Counter[int] = field(default_factory=Counter)  # by frame: references of workers that may still read it
 
     @property
     def num_leases(self) -> int:
@@ -172,6 +174,22 @@ class PoolState:
         """Whether a table was granted, or has committed something, a short time ago."""
         return now - self.tables[table_id].touched < self.promises.patience_s
 
+    def start_reading(self, lease: Lease, frame: int, now: float) -> None:
+        """A worker may read a sealed block that its tables do not have any more."""
+        self.cut_store().hold([frame], (lease.lease_id,), now)
+        self.readers[frame] += 1
+
+    def stop_reading(self, lease: Lease, frame: int, now: float) -> None:
+        """It does not any more, or nothing comes of it."""
+        self.readers[frame] -= 1
+        if not self.readers[frame]:
+            del self.readers[frame]
+        self.cut_store().release(frame, lease.lease_id, now)
+
+    def is_retired(self, frame: int) -> bool:
+        """Whether a block is quarantined until nobody reads it any more: no table has it, nor anybody directly."""
+        return 0 < self.readers[frame] == len(self.cut_store().blocks.holders[frame])
+
     def end_lease(self, lease: Lease, now: float) -> None:
         """End a lease and release all that it holds."""
         for table in list(lease.tables.values()):
@@ -179,4 +197,6 @@ class PoolState:
         for frame, count in reversed(lease.references.items()):
             for _ in range(count):
                 self.cut_store().release(frame, lease.lease_id, now)
+        for unread in reversed(lease.remaps):
+            self.stop_reading(lease, unread.frame, now)
         del self.leases[lease.lease_id]

@@ -11,9 +11,11 @@ from memd.core.block import TOKEN_BYTES
 from memd.core.draft import Draft
 from memd.core.lease import MAX_TABLES, Lease
 from memd.core.operations import Release, ReserveRequest
+from memd.core.remaps import Remaps
 from memd.core.state import MAX_SALT_BYTES, Plan, PoolState, pack_words
 from memd.core.table import Table
 from memd.core.values import (
+    BlockRun,
     Commit,
     ExtendRequest,
     Grant,
@@ -41,9 +43,10 @@ class StepPlan:
 class Stepper:
     """Checks a step as a whole, then applies it: whatever breaks the protocol is found before anything has changed."""
 
-    def __init__(self, state: PoolState, workers: WorkerLeases) -> None:
+    def __init__(self, state: PoolState, workers: WorkerLeases, remaps: Remaps) -> None:
         self._state = state
         self._workers = workers
+        self._remaps = remaps
 
     def apply(self, lease: Lease, step: Step, now: float) -> StepOutcome:
         """The answer to a step of a live lease."""
@@ -54,12 +57,15 @@ class Stepper:
             raise errors.protocol_violation(lease.lease_id, what, "number steps by one, from 1, over all streams")
         plan = self._plan(lease, step)
         lease.last_step, lease.replaying = step.step_id, False
+        twins: list[tuple[int, int]] = []
         for table, packed in plan.commits:
-            self._commit(table, packed, now)
+            twins += self._commit(table, packed, now)
             if lease.copy_sources:
                 self._state.copied(lease, table.table_id, now)
         if plan.draft is not None:
             plan.draft.apply(now)
+        self._remaps.merge(twins, now)
+        self._remaps.acknowledge(lease, step.acknowledged, now)
         outcome = StepOutcome(step.step_id, *self._answer(lease, step, plan, now))
         lease.answers.append(outcome)
         self._state.counters.attach_steps += 1
@@ -68,9 +74,18 @@ class Stepper:
     def _replay(self, lease: Lease, step_id: int) -> StepOutcome:
         for outcome in lease.answers:
             if outcome.step_id == step_id:
-                return outcome
+                return replace(outcome, grants=[self._as_of_now(lease, grant) for grant in outcome.grants])
         what = f"step {step_id} is repeated, but only the last {len(lease.answers)} answers are kept"
         raise errors.protocol_violation(lease.lease_id, what, "attach anew, with fewer unanswered steps")
+
+    def _as_of_now(self, lease: Lease, grant: Grant) -> Grant:
+        """A grant that its worker may not have seen yet, nor Remaps of its blocks."""
+        ids, entries = list(grant.blocks.block_ids), list(grant.blocks.entries)
+        for remap in (unread.remap for unread in lease.remaps):
+            if remap.old_block_id in ids:
+                at = ids.index(remap.old_block_id)
+                ids[at], entries[at] = remap.block_id, remap.entry
+        return replace(grant, blocks=BlockRun(ids, entries))
 
     def _plan(self, lease: Lease, step: Step) -> StepPlan:
         plan, written = StepPlan(), dict[int, int]()
@@ -82,6 +97,9 @@ class Stepper:
             self._check_create(lease, create)
             plan.creates.append((create, create.packed or pack_words(lease.lease_id, create.token_ids)))
         self._check_requests(lease, step, plan.draft)
+        if step.acknowledged > lease.last_remap:
+            what = f"acknowledged is {step.acknowledged}, but the last Remap is {lease.last_remap}"
+            raise errors.protocol_violation(lease.lease_id, what, "acknowledge only what memd has told")
         return plan
 
     def _check_create(self, lease: Lease, request: TableRequest) -> None:
@@ -168,17 +186,20 @@ class Stepper:
             raise errors.protocol_violation(lease.lease_id, what, "resume it first, or release it")
         return table
 
-    def _commit(self, table: Table, packed: bytes, now: float) -> None:
+    def _commit(self, table: Table, packed: bytes, now: float) -> list[tuple[int, int]]:
+        """(frame, index in the table) of the blocks that it has sealed and that the index has an equal one of."""
         store, size, frames = self._state.cut_store(), self._state.block_size, table.frames
-        table.touched = now
+        table.touched, twins = now, []
         while packed:
             index, filled = divmod(table.num_tokens, size)
             room = (size - filled) * TOKEN_BYTES
             piece, packed = packed[:room], packed[room:]
             table.num_tokens += len(piece) // TOKEN_BYTES
             if store.blocks.write(frames[index], piece, now):
-                store.seal(frames[index], frames[index - 1] if index else None, table.salt)
+                if store.seal(frames[index], frames[index - 1] if index else None, table.salt):
+                    twins.append((frames[index], index))
                 self._state.promises.sealed(table.table_id, store.blocks.digests[frames[index]])
+        return twins
 
     def _answer(self, lease: Lease, step: Step, plan: StepPlan, now: float) -> tuple[list[Grant], list[Refusal]]:
         answers = [self._create(lease, create, packed, now) for create, packed in plan.creates]

@@ -147,18 +147,20 @@ class BlockStore:
         self._vacate(frame)
         self.counters.freed_blocks += 1
 
-    def seal(self, frame: int, parent: int | None, salt: bytes) -> None:
+    def seal(self, frame: int, parent: int | None, salt: bytes) -> bool:
         """Seal a full block that follows the sealed block in frame `parent`, or begins a table.
 
-        Of two blocks with the same prefix the first stays in the index. One that only has the same digest, by a
-        collision or because the block before it was evicted and computed anew, gives way: no match can reach it.
+        Whether the index has an equal block: of two blocks with the same prefix the first stays there. One that only
+        has the same digest, by a collision or because the block before it was evicted and computed anew, gives way: no
+        match can reach it.
         """
         blocks = self.blocks
         packed = blocks.packed_tokens(frame)
         before = 0 if parent is None else blocks.prefixes[parent]
         digest = self.index.digest_of(parent, packed, salt)
         incumbent = self.index.frames.get(digest)
-        if incumbent is not None and self.index.holds(incumbent, before, packed, salt):
+        has_twin = incumbent is not None and self.index.holds(incumbent, before, packed, salt)
+        if incumbent is not None and has_twin:
             blocks.prefixes[frame] = blocks.prefixes[incumbent]
         else:
             if incumbent is not None and not blocks.holders[incumbent]:
@@ -171,6 +173,7 @@ class BlockStore:
             blocks.salts[frame] = salt
         if blocks.prefixes[frame] == blocks.ids[frame]:  # the first with these tokens after this prefix
             self.index.add(frame)
+        return has_twin
 
     def _evict(self, frame: int) -> None:
         """Free a block that has left the cached queue."""

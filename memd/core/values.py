@@ -78,11 +78,26 @@ class ExtendRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class Remap:
+    """News to a worker: block `block_id`, packed as `entry`, replaces `old_block_id` wherever its tables have that.
+
+    At first that is at `index` of table `table_id`. Sequences rise by one with each Remap of a lease, from 1.
+    """
+
+    sequence: int
+    table_id: int
+    index: int
+    old_block_id: int
+    block_id: int
+    entry: int
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One batch of a worker.
 
     Commits apply first, then operations in order, then releases and freed blocks of the reserve; then each request is
-    granted or refused alone.
+    granted or refused alone. `acknowledged` is the last Remap of which no step in flight reads the old block any more.
     """
 
     step_id: int
@@ -93,6 +108,7 @@ class Step:
     operations: Sequence[TableOperation] = ()
     frees: Sequence[int] = ()
     reserves: Sequence[ReserveRequest] = ()
+    acknowledged: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +255,7 @@ class LeaseView:
     ttl_s: float
     deadline: float
     lock_file: str
+    lost_because: str = ""
 
     @property
     def is_worker(self) -> bool:
@@ -284,3 +301,5 @@ class Counters:
     refused_requests: int = 0
     attach_steps: int = 0
     lost_leases: int = 0
+    merged_blocks: int = 0
+    remaps: int = 0

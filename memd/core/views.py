@@ -27,7 +27,7 @@ def usage(state: PoolState) -> Usage:
     writable = {frame for lease in lost for frame in lease.references}
     for table in (table for lease in lost for table in lease.tables.values()):
         writable.update(table.frames[table.num_tokens // state.block_size :])
-    quarantined = len(writable)
+    quarantined = len(writable) + sum(map(state.is_retired, state.readers))
     held, pinned = total - free - cached - quarantined, state.store.cached.num_pinned
     return Usage(total, free, held, cached, quarantined, pinned)
 
@@ -75,12 +75,15 @@ def tables_after(state: PoolState, table_id: int, limit: int, now: float) -> lis
 
 
 def block_state(state: PoolState, store: BlockStore, frame: int) -> BlockState:
-    """What a block's memory is doing. An unsealed block has holders of one lease only."""
+    """What a block's memory is doing. An unsealed block has holders of one lease only.
+
+    Quarantined is one that a lost lease may write, and one that workers may still read since their tables moved on.
+    """
     holders = store.blocks.holders[frame]
     if not holders:
         return BlockState.CACHED
     if store.blocks.prefixes[frame]:
-        return BlockState.HELD
+        return BlockState.QUARANTINED if state.is_retired(frame) else BlockState.HELD
     owner = state.leases[lease_and_table(state, next(iter(holders)))[0]]
     return BlockState.QUARANTINED if owner.state is LeaseState.LOST else BlockState.HELD
 

@@ -21,8 +21,6 @@ from memd.core.state import PoolState
 from memd.core.values import LeaseState
 from pagepool.errors import invalid_field
 
-SILENCE = "nothing was heard from it in time"
-
 
 @dataclass(slots=True)
 class Starvation:
@@ -60,7 +58,7 @@ class WorkerLeases:
         if lease is None or epoch != self._state.epoch or not lease.is_worker or lease.lock_file != lock_file:
             return None
         if lease.is_late(now):
-            self.lose(lease, SILENCE)
+            self.lose(lease, lease.why_late(now))
         if lease.state is LeaseState.LOST:
             return None
         lease.state = LeaseState.LIVE
@@ -73,7 +71,7 @@ class WorkerLeases:
         if lease is None or not lease.is_worker:
             raise errors.lease_lost(lease_id, "it has ended, or never was a worker's")
         if lease.is_late(now):
-            self.lose(lease, SILENCE)
+            self.lose(lease, lease.why_late(now))
         if lease.state is LeaseState.LOST:
             raise errors.lease_lost(lease_id, lease.lost_because)
         if lease.state is LeaseState.DETACHED:

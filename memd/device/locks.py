@@ -11,6 +11,9 @@ from pathlib import Path
 
 from pagepool.errors import PagepoolError, invalid_field
 
+FENCE_BYTES = 8
+"""The start of a lease file, zeros unless its lease is lost."""
+
 _LEFTOVER_AGE_S = 60.0
 
 
@@ -19,6 +22,7 @@ class LeaseLocks:
 
     A worker makes a file there, locks it with flock(LOCK_EX) for as long as it may touch the pool, and names it in
     Hello. memd keeps each named file open, so that it can still be asked after somebody has unlinked it.
+    What is in the file is the fence: see `fence`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -46,6 +50,17 @@ class LeaseLocks:
     def is_free(self, name: str) -> bool:
         """Whether the process that locked a held file is gone."""
         return not _is_locked(self._open[name])
+
+    def fence(self, name: str, lease_id: int) -> bool:
+        """Writes the fence word of a held file; False if it is too short to have one.
+
+        Its worker, which looks there after each step, lets nothing out that it computed from then on.
+        """
+        descriptor = self._open[name]
+        if os.fstat(descriptor).st_size < FENCE_BYTES:
+            return False
+        os.pwrite(descriptor, lease_id.to_bytes(FENCE_BYTES, "little"), 0)
+        return True
 
     def drop(self, name: str) -> None:
         """Closes a held file and removes it; its lock must be free, or its worker have detached."""

@@ -128,7 +128,7 @@ class Step:
     """One batch of words to memd.
 
     Commits apply first, then operations in order, then releases and freed blocks of the reserve, then the requests one
-    by one.
+    by one. `acknowledged` is the last Remap such that no step in flight reads what was replaced any more, nor any copy.
     """
 
     commits: Sequence[Commit] = ()
@@ -138,10 +138,11 @@ class Step:
     operations: Sequence[TableOperation] = ()
     frees: Sequence[int] = ()
     reserves: Sequence[ReserveRequest] = ()
+    acknowledged: int = 0
 
     def __bool__(self) -> bool:
         words = (self.commits, self.releases, self.creates, self.extends, self.operations, self.frees, self.reserves)
-        return any(words)
+        return any(words) or self.acknowledged > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,21 @@ class Victim:
 
 
 @dataclass(frozen=True, slots=True)
+class Remap:
+    """Block `block_id`, packed as `entry`, replaces `old_block_id` in whatever tables of the worker have that.
+
+    It is at the same index in all of them, in table `table_id` among others when memd said so. To be acknowledged.
+    """
+
+    sequence: int
+    table_id: int
+    index: int
+    old_block_id: int
+    block_id: int
+    entry: int
+
+
+@dataclass(frozen=True, slots=True)
 class Draining:
     """memd will stop: finish or abort, then detach."""
 
@@ -205,7 +221,7 @@ class Lost:
     message: str
 
 
-PoolEvent = Grant | Refusal | Capacity | Victim | Draining | Lost
+PoolEvent = Grant | Refusal | Capacity | Victim | Remap | Draining | Lost
 
 
 @dataclass(frozen=True, slots=True)

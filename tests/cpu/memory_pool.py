@@ -19,7 +19,7 @@ from memd.core import operations, values
 from memd.core.geometry import Geometry
 from memd.core.pool import Pool
 from pagekernels.layout import LAYOUT_VERSION, Format, LayerShape, unpack_entry
-from pagepool.pool_values import TableOperation
+from pagepool.pool_values import Remap, TableOperation
 
 VOCAB = 211
 
@@ -33,9 +33,11 @@ def make_pool(num_blocks: int, block_size: int = 8, epoch: int = 7) -> Pool:
 class MemoryPool:
     """One worker's session with a Pool. Answers come at once, or after `deliver` while `held`."""
 
-    def __init__(self, pool: Pool, signal: threading.Event) -> None:
+    def __init__(self, pool: Pool, signal: threading.Event, *, takes_remaps: bool = False) -> None:
         self.pool, self.signal = pool, signal
         self.lease_id = pool.attach("worker", f"lock-{pool.num_leases}", 1e9, 0.0).lease.lease_id
+        if takes_remaps:
+            pool.remaps.listen(self.lease_id, 0.0)
         self.held = False
         self.steps: list[Step] = []
         self.on_step: Callable[[Step], None] = lambda step: None
@@ -62,6 +64,7 @@ class MemoryPool:
             never = no.reason is values.RefusalReason.REQUEST_TOO_LARGE
             pending = no.reason is values.RefusalReason.PREFIX_PENDING
             self._late.append(Refusal(no.ref, never, no.available_blocks, no.total_blocks, pending))
+        self._late += [Remap(*astuple(news)) for news in self.pool.remaps.take_news(self.lease_id)]
         if not self.held:
             self.deliver()
 
@@ -116,6 +119,7 @@ def _core_step(step_id: int, step: Step) -> values.Step:
             operations.ReserveRequest(each.num_blocks, each.num_tables, each.ref, each.for_table_id)
             for each in step.reserves
         ],
+        step.acknowledged,
     )
 
 

@@ -21,7 +21,7 @@ from memd.core.values import (
 )
 from pagepool.errors import PagepoolError, Reason
 from tests.cpu.pool_model import Model
-from tests.cpu.pool_model_values import GEOMETRY, SIZE, TIMEOUT, ModelBlock, ModelLease, Refused
+from tests.cpu.pool_model_values import ACK_TIMEOUT, GEOMETRY, SIZE, TIMEOUT, ModelLease, Refused
 
 # A token stream is a list of blocks of one repeated token, so that prefixes often agree, and a part of a block.
 streams = st.builds(
@@ -55,6 +55,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.model = Model(total)
         self.now = 0.0
         self.version, self.before = self.pool.version, self.seen()
+        self.pool.remaps.ack_timeout_s = ACK_TIMEOUT
         for lock in ("one", "two"):
             self.attach_worker(lock, None)
         self.new_client(30.0)
@@ -108,6 +109,9 @@ class PoolMachine(RuleBasedStateMachine):
         attached = self.pool.attach("worker", lock, TIMEOUT, self.now, reclaim)
         expected = self.model.workers.attach(lock, self.now, reclaim)
         assert (attached.lease.lease_id, attached.reclaimed) == expected
+        if lock != "two":
+            self.pool.remaps.listen(attached.lease.lease_id, self.now)
+            self.model.remaps.listen(attached.lease.lease_id, self.now)
         return attached.lease.lease_id
 
     def send(self, lease: int, step: Step) -> None:
@@ -194,6 +198,8 @@ class PoolMachine(RuleBasedStateMachine):
             counters.prefix_hit_tokens,
             counters.refused_requests,
             counters.lost_leases,
+            counters.merged_blocks,
+            counters.remaps,
         )
         usage = pool.usage()
         return blocks, tables, (usage.free, usage.held, usage.cached, usage.quarantined, usage.pinned), counts
@@ -203,7 +209,7 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = {
             one: (
                 model.run([one])[1][0],
-                self.state_of(block),
+                self.state_of(one),
                 sorted((*holder, count) for holder, count in Counter(block.holders).items()),
                 len(block.holders),
                 block.prefix is not None,
@@ -213,17 +219,20 @@ class PoolMachine(RuleBasedStateMachine):
             for one, block in model.blocks.items()
         }
         tables = {one: (table.lease, table.blocks, table.tokens, table.cached) for one, table in model.tables.items()}
-        names = ("allocated", "freed", "evicted", "hits", "refused", "lost")
+        names = ("allocated", "freed", "evicted", "hits", "refused", "lost", "merged", "remaps")
         states = Counter(state for _, state, *_ in blocks.values())
         pinned = sum(map(model.is_pinned, model.cached))
         usage = (len(model.free), states[B.HELD], states[B.CACHED], states[B.QUARANTINED], pinned)
         return blocks, tables, usage, tuple(model.counts[name] for name in names)
 
-    def state_of(self, block: ModelBlock) -> B:
+    def state_of(self, one: int) -> B:
+        block = self.model.blocks[one]
         if not block.holders:
             return B.CACHED
+        if block.prefix is not None:
+            return B.QUARANTINED if self.model.remaps.is_retired(one) else B.HELD
         lost = self.model.leases[block.holders[0][0]].state is LeaseState.LOST
-        return B.QUARANTINED if lost and block.prefix is None else B.HELD
+        return B.QUARANTINED if lost else B.HELD
 
     def compare_leases(self) -> None:
         for one, lease in self.model.leases.items():
@@ -231,7 +240,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert (view.state, view.deadline, view.is_worker) == (lease.state, lease.deadline, lease.worker)
         alive = [lease for lease in self.model.leases.values() if lease.state is not LeaseState.LOST]
         assert self.pool.num_leases == len(alive)
-        assert self.pool.next_deadline() == min((lease.deadline for lease in alive), default=None)
+        assert self.pool.next_deadline() == min((lease.due for lease in alive), default=None)
 
     def compare_digests(self) -> None:
         """Equal exactly where salt and all tokens up to the block's end are."""

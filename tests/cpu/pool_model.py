@@ -14,6 +14,7 @@ from tests.cpu.pool_model_clients import Clients
 from tests.cpu.pool_model_operations import Operations
 from tests.cpu.pool_model_pins import Pins, Retention
 from tests.cpu.pool_model_prefixes import Prefixes
+from tests.cpu.pool_model_remaps import Remaps
 from tests.cpu.pool_model_values import SIZE, UNITS, ModelBlock, ModelLease, ModelTable, Refused
 from tests.cpu.pool_model_workers import Workers
 
@@ -37,6 +38,7 @@ class Model:
         self.order: dict[int, list[int]] = {}  # by lease: blocks it holds directly, in the order it first took them
         self.operations, self.clients, self.workers = Operations(self), Clients(self), Workers(self)
         self.prefixes = Prefixes(self)
+        self.remaps = Remaps(self)
 
     @property
     def available(self) -> int:
@@ -107,13 +109,17 @@ class Model:
             identity = self.blocks[one].identity
         return found
 
-    def commit(self, table: ModelTable, tokens: Sequence[int]) -> None:
+    def commit(self, table: ModelTable, tokens: Sequence[int]) -> list[int]:
+        """The blocks that were sealed by it."""
+        sealed = []
         for token in tokens:
             index = len(table.tokens) // SIZE
             table.tokens.append(token)
             self.blocks[table.blocks[index]].tokens.append(token)
             if len(table.tokens) % SIZE == 0:
                 self.seal(table, index)
+                sealed.append(table.blocks[index])
+        return sealed
 
     def seal(self, table: ModelTable, index: int) -> None:
         one = table.blocks[index]
@@ -165,8 +171,9 @@ class Model:
         for table_id in [one for one, table in self.tables.items() if table.lease == lease_id]:
             self.drop_table(table_id)
         for one in reversed(self.order.pop(lease_id)):
-            for _ in range(self.blocks[one].holders.count((lease_id, 0))):
+            for _ in range(self.blocks[one].holders.count((lease_id, 0))):  # a worker holds what it reserved once
                 self.release(one, (lease_id, 0))
+        self.remaps.forget(lease_id, self.leases[lease_id].unread[::-1])
         del self.leases[lease_id]
         self.starving.pop(lease_id, None)
 

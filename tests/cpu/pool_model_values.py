@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memd.core.geometry import Geometry
-from memd.core.values import LeaseState
+from memd.core.values import LeaseState, Remap
 from pagekernels.layout import Format, LayerShape
 from pagepool.errors import Reason
 
 SIZE = 8
 TIMEOUT = 6.0
+ACK_TIMEOUT = 4.0
 UNITS = Format.BF16.itemsize
 GEOMETRY = Geometry((LayerShape(1, 8, 8),), Format.BF16, False, 1, b"w" * 32, "model")
 
@@ -55,3 +56,17 @@ class ModelLease:
     replaying: bool = False
     reserve: list[int] = field(default_factory=list)  # block ids
     ids: list[int] = field(default_factory=list)  # of tables to come
+    listens: bool = False
+    unread: list[Remap] = field(default_factory=list)  # not acknowledged
+    news: list[Remap] = field(default_factory=list)  # of these, not told on this stream
+    last_remap: int = 0
+    ack_deadline: float = float("inf")
+    fenced: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        return self.state is LeaseState.LOST
+
+    @property
+    def due(self) -> float:
+        return min(self.deadline, self.ack_deadline) if self.state is LeaseState.LIVE else self.deadline

@@ -38,7 +38,7 @@ class Workers:
 
     def lose_late(self, lease_id: int, now: float) -> None:
         lease = self.model.leases[lease_id]
-        if lease.state is not LeaseState.LOST and now >= lease.deadline:
+        if lease.state is not LeaseState.LOST and now >= lease.due:
             self.lose(lease_id)
 
     def attach(self, lock: str, now: float, reclaim: tuple[int, int] | None) -> Any:
@@ -58,11 +58,13 @@ class Workers:
             recent = list(lease.answers)[-MAX_REPLAYED_STEPS:]
             if step.step_id not in recent:
                 raise Refused(Reason.PROTOCOL_VIOLATION)
-            return lease.answers[step.step_id]
+            return self.model.remaps.as_of_now(lease, lease.answers[step.step_id])
         if step.step_id != lease.last_step + 1 or not self.lawful(lease_id, step):
             raise Refused(Reason.PROTOCOL_VIOLATION)
         lease.last_step, lease.replaying = step.step_id, False
         self.apply(lease_id, step)
+        self.model.remaps.merge(self.sealed, now)
+        self.model.remaps.acknowledge(lease_id, step.acknowledged, now)
         answers = [self.answer_create(lease_id, create) for create in step.creates]
         answers += [self.answer_extend(lease_id, extend) for extend in step.extends]
         answers += [self.answer_reserve(lease_id, reserve) for reserve in step.reserves]
@@ -70,10 +72,11 @@ class Workers:
         return answers
 
     def apply(self, lease_id: int, step: Step) -> bool:
+        self.sealed: list[int] = []
         for commit in step.commits:
             table = self.model.tables[commit.table_id]
             num_full = len(table.tokens) // SIZE
-            self.model.commit(table, commit.token_ids)
+            self.sealed += self.model.commit(table, commit.token_ids)
             self.model.prefixes.copied(commit.table_id)
             self.model.prefixes.sealed(commit.table_id, num_full)
         done = self.model.operations.operates(lease_id, step)
@@ -83,7 +86,7 @@ class Workers:
     def lawful(self, lease_id: int, step: Step) -> bool:
         """Tried on a copy: what an operation needs, another one before it may have made."""
         tried = step.operations or step.releases or step.frees or step.extends
-        if not self.commits_are_lawful(lease_id, step):
+        if step.acknowledged > self.model.leases[lease_id].last_remap or not self.commits_are_lawful(lease_id, step):
             return False
         return not tried or self.model.trial().workers.apply(lease_id, step)
 
@@ -172,9 +175,7 @@ class Workers:
     def tick(self, now: float) -> list[tuple[int, LeaseState]]:
         self.model.pins.tick(now)
         late = [
-            one
-            for one, lease in self.model.leases.items()
-            if now >= lease.deadline and lease.state is not LeaseState.LOST
+            one for one, lease in self.model.leases.items() if now >= lease.due and lease.state is not LeaseState.LOST
         ]
         for one in late:
             (self.lose if self.model.leases[one].worker else self.model.clients.expire)(one)

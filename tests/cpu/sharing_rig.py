@@ -17,6 +17,8 @@ import numpy.typing as npt
 from inferd.core.block_tables import BlockCopy, BlockTables, ReserveShortError
 from inferd.core.ports import Capacity, Grant, KvPool, Refusal, Step, TableRequest
 from pagekernels.layout import PagedLayout, slot_mapping
+from pagepool.pool_values import Remap
+from tests.cpu.flight import Flight
 
 CHAINS = 1 << 16
 """How many different rows there are for a position."""
@@ -88,16 +90,23 @@ class Player:
         self.histories: dict[int, History] = {}
         self.known: list[History] = []  # of tables that are gone: prefixes that the pool may still have
         self.pending: dict[int, list[int]] = {}
-        self.copied = self.forked = self.cut_by_copy = self.matched = 0
+        self.copied = self.forked = self.cut_by_copy = self.matched = self.moved = 0
+        self.flight = Flight(kv)
+        self.next_token: Callable[[History], int] = lambda history: self.random.randint(0, 2)
         self.on_check: Callable[[int, History], None] = lambda table_id, history: None
+        self.alone = 0.0  # how often it looks for no prefix
         self._ref = 0
 
     def send(self) -> None:
         """Tell memd what was done, and top up the reserve."""
         self.tables.ask(RESERVE_REF + self._next_ref(), RESERVE, 4)
-        for step in self.tables.take_steps():
-            self.pool.submit(step)
+        self.submit()
         self.hear()
+
+    def submit(self) -> None:
+        for step in [*self.tables.take_steps(), Step(acknowledged=self.flight.acknowledgements.take())]:
+            if step:
+                self.pool.submit(step)
 
     def hear(self) -> None:
         for event in self.pool.poll():
@@ -109,6 +118,10 @@ class Player:
                 self.tables.refused(event.ref)
             elif isinstance(event, Refusal):
                 self.pending.pop(event.ref)
+            elif isinstance(event, Remap):
+                self.tables.remap(event)
+                self.flight.acknowledgements.heard(event.sequence)
+                self.moved += 1
             else:
                 assert isinstance(event, Capacity), event
 
@@ -118,20 +131,17 @@ class Player:
             self._move()
             self.send()
             self.check()
-        while self.tables or self.pending:
-            self.settle()
-            for table_id in list(self.histories):
-                self._release(table_id)
-            self.send()
+        self.leave()
 
     def finish(self) -> None:
         """Give the reserve back."""
+        while self.flight:
+            self.flight.land()
         while self.tables.awaits_reserve:
             self.pool.wait(1.0)
             self.hear()
         self.tables.give_back(self.tables.spare_blocks)
-        for step in self.tables.take_steps():
-            self.pool.submit(step)
+        self.submit()
 
     def settle(self) -> None:
         while self.pending:
@@ -171,7 +181,8 @@ class Player:
         ref = self._next_ref()
         blocks = -(-len(prompt) // self.size) + self.random.randint(0, 1)
         self.pending[ref] = prompt
-        self.pool.submit(Step(creates=[TableRequest(ref, prompt, blocks)]))
+        no_match = self.random.random() < self.alone
+        self.pool.submit(Step(creates=[TableRequest(ref, prompt, blocks, no_match=no_match)]))
         self.settle()
 
     def _created(self, grant: Grant) -> None:
@@ -187,14 +198,20 @@ class Player:
         count = self.random.choice([1, 1, 2, 3, self.size, self.size + 3])
         if len(self.histories[table_id].tokens) + count > 5 * self.size:
             return
-        tokens = [self.random.randint(0, 2) for _ in range(count)]
+        tokens = self._next_tokens(table_id, count)
         self._write(table_id, tokens)
         if self.random.random() < 0.2:
             self.tables.retract(table_id, self.tables[table_id].num_tokens)
-            tokens = [self.random.randint(0, 2) for _ in range(self.random.randint(1, count))]
+            tokens = self._next_tokens(table_id, self.random.randint(1, count))
             self._write(table_id, tokens)
         self.tables.commit(table_id, tokens)
         self.histories[table_id].grow(tokens)
+
+    def _next_tokens(self, table_id: int, count: int) -> list[int]:
+        history = self.histories[table_id].first(len(self.histories[table_id].tokens))
+        for _ in range(count):
+            history.grow([self.next_token(history)])
+        return history.tokens[-count:]
 
     def _write(self, table_id: int, tokens: list[int]) -> None:
         copies = self.tables.prepare(table_id, len(tokens))
@@ -216,6 +233,7 @@ class Player:
         table_id = self._any()
         history = self.histories[table_id]
         length = self.random.randint(0, len(history.tokens))
+        self.flight.land_those_of(table_id)
         copies = self.tables.truncate(table_id, length)
         self.kv.copy(copies)
         self.cut_by_copy += len(copies)
@@ -224,7 +242,24 @@ class Player:
     def _drop_one(self) -> None:
         self._release(self._any())
 
+    def fly(self) -> None:
+        """Launch a step that reads some tables, or land one."""
+        if self.flight and (len(self.flight) >= 10 or self.random.random() < 0.25):
+            self.flight.land()
+        else:
+            tables = [one for one in self.histories if self.random.random() < 0.6]
+            self.flight.launch([(one, list(self.tables[one].entries), [*self.histories[one].chain]) for one in tables])
+
+    def leave(self) -> None:
+        """Release all tables."""
+        while self.tables or self.pending:
+            self.settle()
+            for table_id in list(self.histories):
+                self._release(table_id)
+            self.send()
+
     def _release(self, table_id: int) -> None:
+        self.flight.land_those_of(table_id)
         self.tables.release(table_id)
         self.known.append(self.histories.pop(table_id))
 

@@ -39,16 +39,22 @@ from tests.cpu.pool_bugs_prefixes import (
     waits_for_the_last_token,
     wakes_nobody_at_the_end,
 )
+from tests.cpu.pool_bugs_remaps import (
+    gives_a_moved_block_away_at_once,
+    moves_blocks_of_who_does_not_listen,
+    waits_for_one_reader_only,
+)
 from tests.cpu.pool_model_values import GEOMETRY, SIZE, TIMEOUT
 from tests.cpu.pool_rules_clients import ClientRules
 from tests.cpu.pool_rules_leases import LeaseRules
 from tests.cpu.pool_rules_operations import OperationRules
 from tests.cpu.pool_rules_pins import PinRules
 from tests.cpu.pool_rules_prefixes import PrefixRules
+from tests.cpu.pool_rules_remaps import RemapRules
 from tests.cpu.pool_rules_workers import WorkerRules
 
 
-class PoolCommands(LeaseRules, ClientRules, PinRules, WorkerRules, OperationRules, PrefixRules):
+class PoolCommands(LeaseRules, ClientRules, PinRules, WorkerRules, OperationRules, PrefixRules, RemapRules):
     """Every command of the pool."""
 
 
@@ -97,6 +103,9 @@ BUGS = [
     releases_heads_first,
     matches_the_last_token,
     gives_away_what_a_lost_worker_can_write,
+    gives_a_moved_block_away_at_once,
+    pytest.param(waits_for_one_reader_only, marks=SLOW),
+    pytest.param(moves_blocks_of_who_does_not_listen, marks=SLOW),
 ]
 
 

@@ -17,7 +17,7 @@ from pagepool.pool_values import Capacity, Draining, Lost, PoolEvent, Step, Vict
 from pagepool_client.attach_stream import AttachStream
 from pagepool_client.channels import socket_path
 from pagepool_client.lease_keeper import LeaseKeeper, may_pass
-from pagepool_client.wire import events_of, pool_info, step_message
+from pagepool_client.wire import events_of, pool_info, remap_event, step_message
 
 DETACH_TIMEOUT_S = 2.0
 RECLAIM_TIMEOUT_S = 1.0
@@ -25,13 +25,17 @@ RECLAIM_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """How a worker attaches. `memd` is the target of its Unix socket; `timeout_s` bounds the wait for its Welcome."""
+    """How a worker attaches. `memd` is the target of its Unix socket; `timeout_s` bounds the wait for its Welcome.
+
+    Who `takes_remaps` gets such events, and acknowledges them in its steps; else no block of its tables moves.
+    """
 
     memd: str
     worker_name: str
     geometry: Geometry
     timeout_s: float = 5.0
     clock: Callable[[], float] = time.monotonic
+    takes_remaps: bool = False
 
 
 class AttachLine:
@@ -119,6 +123,7 @@ class AttachLine:
         hello.worker_name = self._attachment.worker_name
         hello.lock_file = self._lock_file
         hello.geometry.CopyFrom(self._attachment.geometry)
+        hello.takes_remaps = self._attachment.takes_remaps
         return AttachStream(self._attachment.memd, hello, self._deliver, self._keeper.broken, timeout_s)
 
     def _retire(self, successor: AttachStream) -> None:
@@ -136,6 +141,8 @@ class AttachLine:
                 self._post(Capacity(message.capacity.available_blocks))
             case "victim":
                 self._post(Victim(message.victim.table_id))
+            case "remap":
+                self._post(remap_event(message.remap))
             case "drain":
                 self._post(Draining(message.drain.grace.ToNanoseconds() / 1e9))
 

@@ -14,6 +14,7 @@ from pagepool.errors import PagepoolError, Reason
 
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_FENCE_BYTES = 8
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -80,8 +81,9 @@ def _map(address: int | None, size_bytes: int, flags: int, fd: int) -> int:
 class LeaseLock:
     """The file in memd's lease directory that this process holds locked for as long as it may touch the pool.
 
-    memd takes a free lock (or a missing file) as proof that the process is gone. Raises PagepoolError (POOL_LOST) if
-    there is no lease directory, that is, if no memd ever ran there.
+    It begins with the fence, a word that memd writes when the lease is lost. memd takes a free lock (or a missing file)
+    as proof that the process is gone. Raises PagepoolError (POOL_LOST) if there is no lease directory, that is, if no
+    memd ever ran there.
     """
 
     def __init__(self, directory: Path, worker_name: str) -> None:
@@ -90,16 +92,26 @@ class LeaseLock:
         self._path = directory / self.name
         try:
             self._fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            os.pwrite(self._fd, bytes(_FENCE_BYTES), 0)  # a file without room for it would kill whoever looks there
         except OSError as error:
             message = f"the lease file {self._path} cannot be made ({error.strerror}); is memd running there?"
             raise PagepoolError(Reason.POOL_LOST, message, path=self._path) from error
         fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._map = mmap.mmap(self._fd, _FENCE_BYTES, prot=mmap.PROT_READ)
+        self._fence = memoryview(self._map).cast("Q")
         self._held = True
+
+    @property
+    def fenced(self) -> bool:
+        """Whether memd has given up the lease, and away what this process may be reading: one look into memory."""
+        return self._held and self._fence[0] != 0
 
     def release(self) -> None:
         """Remove the file and free the lock. Idempotent. Only after the mapping is closed."""
         if not self._held:
             return
         self._held = False
+        self._fence.release()
+        self._map.close()
         self._path.unlink(missing_ok=True)
         os.close(self._fd)

@@ -89,6 +89,15 @@ class PoolSession:
         """Unary calls that this session has made; the token path makes none."""
         return self._line.unary_calls
 
+    @property
+    def fenced(self) -> bool:
+        """Whether memd has ended the lease, so that blocks that were read here may hold something else by now.
+
+        To be looked at after each step, before anything that was computed leaves this process: drop it, and wait for
+        Lost. It costs one look into memory, and works while memd cannot be heard.
+        """
+        return self._lock.fenced
+
     def submit(self, step: Step) -> None:
         """Send one step message; answers come as events. An empty step is not sent."""
         if step:

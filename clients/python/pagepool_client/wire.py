@@ -12,6 +12,7 @@ from pagepool.memd.v1.worker_service_pb2 import (
     Welcome,
 )
 from pagepool.memd.v1.worker_service_pb2 import Grant as GrantMessage
+from pagepool.memd.v1.worker_service_pb2 import Remap as RemapMessage
 from pagepool.memd.v1.worker_service_pb2 import Step as StepMessage
 from pagepool.pool_values import (
     CopyOnWrite,
@@ -22,6 +23,7 @@ from pagepool.pool_values import (
     PoolInfo,
     Refusal,
     Release,
+    Remap,
     Step,
     Suspend,
     TableOperation,
@@ -89,6 +91,7 @@ def step_message(step_id: int, step: Step) -> AttachRequest:
             num_tables=reserve.num_tables,
             for_table_id=reserve.for_table_id,
         )
+    words.acknowledged = step.acknowledged
     return message
 
 
@@ -133,6 +136,13 @@ def _grant(message: GrantMessage) -> Grant:
     source = message.copy_source if message.HasField("copy_source") else None
     ids, entries = list(message.block_ids), list(message.entries)
     return Grant(message.ref, message.table_id, message.cached_tokens, ids, entries, message.num_tables, source)
+
+
+def remap_event(message: RemapMessage) -> Remap:
+    """The news of a block that is in another place."""
+    return Remap(
+        message.sequence, message.table_id, message.index, message.old_block_id, message.block_id, message.entry
+    )
 
 
 def pool_info(welcome: Welcome) -> PoolInfo:

@@ -35,7 +35,7 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("welcome", "heartbeat_ack", "step_result", "detach_ack", "capacity", "drain", "victim")
+    __slots__ = ("welcome", "heartbeat_ack", "step_result", "detach_ack", "capacity", "drain", "victim", "remap")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_ACK_FIELD_NUMBER: _ClassVar[int]
     STEP_RESULT_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class AttachResponse(_message.Message):
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     VICTIM_FIELD_NUMBER: _ClassVar[int]
+    REMAP_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     heartbeat_ack: HeartbeatAck
     step_result: StepResult
@@ -50,21 +51,24 @@ class AttachResponse(_message.Message):
     capacity: Capacity
     drain: Drain
     victim: Victim
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., detach_ack: _Optional[_Union[DetachAck, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., victim: _Optional[_Union[Victim, _Mapping]] = ...) -> None: ...
+    remap: Remap
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., detach_ack: _Optional[_Union[DetachAck, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., victim: _Optional[_Union[Victim, _Mapping]] = ..., remap: _Optional[_Union[Remap, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_name", "lock_file", "geometry", "reclaim_epoch", "reclaim_lease_id")
+    __slots__ = ("worker_name", "lock_file", "geometry", "reclaim_epoch", "reclaim_lease_id", "takes_remaps")
     WORKER_NAME_FIELD_NUMBER: _ClassVar[int]
     LOCK_FILE_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     RECLAIM_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RECLAIM_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    TAKES_REMAPS_FIELD_NUMBER: _ClassVar[int]
     worker_name: str
     lock_file: str
     geometry: _types_pb2.Geometry
     reclaim_epoch: int
     reclaim_lease_id: int
-    def __init__(self, worker_name: _Optional[str] = ..., lock_file: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.Geometry, _Mapping]] = ..., reclaim_epoch: _Optional[int] = ..., reclaim_lease_id: _Optional[int] = ...) -> None: ...
+    takes_remaps: bool
+    def __init__(self, worker_name: _Optional[str] = ..., lock_file: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.Geometry, _Mapping]] = ..., reclaim_epoch: _Optional[int] = ..., reclaim_lease_id: _Optional[int] = ..., takes_remaps: _Optional[bool] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("epoch", "lease_id", "reclaimed", "heartbeat_interval", "heartbeat_timeout", "block_size", "unit_bytes", "num_blocks", "slabs")
@@ -129,7 +133,7 @@ class HeartbeatAck(_message.Message):
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "commits", "release_table_ids", "creates", "extends", "operations", "free_block_ids", "reserves")
+    __slots__ = ("step_id", "commits", "release_table_ids", "creates", "extends", "operations", "free_block_ids", "reserves", "acknowledged")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_TABLE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +142,7 @@ class Step(_message.Message):
     OPERATIONS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     RESERVES_FIELD_NUMBER: _ClassVar[int]
+    ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     commits: _containers.RepeatedCompositeFieldContainer[Commit]
     release_table_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -146,7 +151,8 @@ class Step(_message.Message):
     operations: _containers.RepeatedCompositeFieldContainer[TableOperation]
     free_block_ids: _containers.RepeatedScalarFieldContainer[int]
     reserves: _containers.RepeatedCompositeFieldContainer[ReserveRequest]
-    def __init__(self, step_id: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., release_table_ids: _Optional[_Iterable[int]] = ..., creates: _Optional[_Iterable[_Union[TableRequest, _Mapping]]] = ..., extends: _Optional[_Iterable[_Union[ExtendRequest, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[TableOperation, _Mapping]]] = ..., free_block_ids: _Optional[_Iterable[int]] = ..., reserves: _Optional[_Iterable[_Union[ReserveRequest, _Mapping]]] = ...) -> None: ...
+    acknowledged: int
+    def __init__(self, step_id: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., release_table_ids: _Optional[_Iterable[int]] = ..., creates: _Optional[_Iterable[_Union[TableRequest, _Mapping]]] = ..., extends: _Optional[_Iterable[_Union[ExtendRequest, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[TableOperation, _Mapping]]] = ..., free_block_ids: _Optional[_Iterable[int]] = ..., reserves: _Optional[_Iterable[_Union[ReserveRequest, _Mapping]]] = ..., acknowledged: _Optional[int] = ...) -> None: ...
 
 class TableOperation(_message.Message):
     __slots__ = ("fork", "copy_on_write", "take", "truncate", "release_table_id", "suspend")
@@ -317,6 +323,22 @@ class Victim(_message.Message):
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     table_id: int
     def __init__(self, table_id: _Optional[int] = ...) -> None: ...
+
+class Remap(_message.Message):
+    __slots__ = ("sequence", "table_id", "index", "block_id", "entry", "old_block_id")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TABLE_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    OLD_BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    table_id: int
+    index: int
+    block_id: int
+    entry: int
+    old_block_id: int
+    def __init__(self, sequence: _Optional[int] = ..., table_id: _Optional[int] = ..., index: _Optional[int] = ..., block_id: _Optional[int] = ..., entry: _Optional[int] = ..., old_block_id: _Optional[int] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("grace",)

@@ -61,10 +61,12 @@ class WorkerServiceServicer:
         pool's; start the worker and memd on the same device (--device).
         FAILED_PRECONDITION / GEOMETRY_MISMATCH: the pool belongs to another geometry or other weights, named with both
         values; use those weights, or another memd.
-        FAILED_PRECONDITION / LEASE_LOST: no heartbeat in time; stop using the mapping, drop the lock, attach anew.
+        FAILED_PRECONDITION / LEASE_LOST: no heartbeat in time, or a Remap was not acknowledged within --ack-timeout; the
+        worker is fenced (see Hello.lock_file): drop what was computed since, stop using the mapping, drop the lock,
+        attach anew.
         FAILED_PRECONDITION / PROTOCOL_VIOLATION: a step, commit or operation that cannot be (unknown table, tokens beyond
         the table's blocks or into a block that another table has too, a block or table id that is not in the reserve,
-        step ids not rising); nothing of that step was applied, and the lease is lost; mend the worker.
+        step ids not rising, a Remap acknowledged that never was); nothing of that step was applied, and the lease is lost; mend the worker.
         PERMISSION_DENIED / READ_ONLY_LISTENER: it came over TCP; use the Unix socket.
         UNAVAILABLE / DRAINING: memd is stopping; drop the mapping, attach again after RetryInfo.
         """
