@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import structlog
 
 from memd.core.errors import lease_lost
+from memd.core.lease import Remap
 from memd.core.pool import Pool
-from memd.core.values import LeaseState, LeaseView, Remap
+from memd.core.values import LeaseState, LeaseView
 from memd.messages import duration
 from pagepool.errors import PagepoolError, Reason
 from pagepool.handlers import Stream

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from memd.core.table import Table
-from memd.core.values import LeaseState, LeaseView, Remap, StepOutcome
+from memd.core.values import LeaseState, LeaseView, StepOutcome
 
 MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0
 MAX_NAME_BYTES = 128
@@ -16,6 +16,21 @@ MAX_TABLES = 16_384
 """Tables of one lease: many more than one holder works with at a time."""
 MAX_REPLAYED_STEPS = 1024
 """Answers kept per worker lease, for a worker that lost them with its stream: more than any keeps in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remap:
+    """News to a worker: block `block_id`, packed as `entry`, replaces `old_block_id` wherever its tables have that.
+
+    At first that is at `index` of table `table_id`. Sequences rise by one with each Remap of a lease, from 1.
+    """
+
+    sequence: int
+    table_id: int
+    index: int
+    old_block_id: int
+    block_id: int
+    entry: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from memd.core.lease import Lease, Unread
+from memd.core.lease import Lease, Remap, Unread
 from memd.core.state import PoolState
-from memd.core.values import LeaseState, Remap
+from memd.core.values import LeaseState
 
 ACK_TIMEOUT_S = 30.0
 

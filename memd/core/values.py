@@ -78,21 +78,6 @@ class ExtendRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Remap:
-    """News to a worker: block `block_id`, packed as `entry`, replaces `old_block_id` wherever its tables have that.
-
-    At first that is at `index` of table `table_id`. Sequences rise by one with each Remap of a lease, from 1.
-    """
-
-    sequence: int
-    table_id: int
-    index: int
-    old_block_id: int
-    block_id: int
-    entry: int
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
     """One batch of a worker.
 

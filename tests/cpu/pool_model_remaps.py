@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memd.core.values import LeaseState, Remap
+from memd.core.lease import Remap
+from memd.core.values import LeaseState
 from tests.cpu.pool_model_values import ACK_TIMEOUT, ModelLease
 
 if TYPE_CHECKING:

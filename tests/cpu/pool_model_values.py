@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memd.core.geometry import Geometry
-from memd.core.values import LeaseState, Remap
+from memd.core.lease import Remap
+from memd.core.values import LeaseState
 from pagekernels.layout import Format, LayerShape
 from pagepool.errors import Reason
 

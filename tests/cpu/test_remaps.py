@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from memd.core.geometry import Geometry
+from memd.core.lease import Remap
 from memd.core.operations import Fork, ReserveRequest
 from memd.core.pool import Pool
-from memd.core.values import BlockState, Commit, Grant, LeaseState, Remap, Step, TableRequest
+from memd.core.values import BlockState, Commit, Grant, LeaseState, Step, TableRequest
 from pagekernels.layout import Format, LayerShape
 from pagepool.errors import PagepoolError, Reason
 
