@@ -150,8 +150,8 @@ class Engine:
             return rest_s
         self._attachment, self._retry_s = attachment, FIRST_RETRY_S
         self._scheduler.attach(attachment.pool.info)
-        for sequence in self._scheduler.unfit():
-            self._fail(sequence, self._scheduler.too_large(sequence, attachment.pool.info.num_blocks))
+        for unfit in self._scheduler.unfit():
+            self._fail(*unfit)
         self._reporter.enter("serving", self._around.clock(), info=attachment.pool.info)
         log.info("attached", epoch=attachment.pool.info.epoch, num_blocks=attachment.pool.info.num_blocks)
         return 0.0
@@ -175,8 +175,8 @@ class Engine:
                     if (sequence := self._scheduler.granted(event)) and not sequence.num_preemptions:
                         self._tally.add(cached_tokens=event.cached_tokens)
                 case Refusal():
-                    if sequence := self._scheduler.refused(event):
-                        self._fail(sequence, self._scheduler.too_large(sequence, event.total_blocks))
+                    if refused := self._scheduler.refused(event):
+                        self._fail(*refused)
                 case Capacity():
                     self._scheduler.freed()
                 case Victim(table_id):

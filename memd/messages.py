@@ -288,5 +288,6 @@ def step_result(outcome: StepOutcome) -> worker_service_pb2.AttachResponse:
             reason=cast("worker_service_pb2.RefusalReason", refusal.reason),
             available_blocks=refusal.available_blocks,
             total_blocks=refusal.total_blocks,
+            pinned_blocks=refusal.pinned_blocks,
         )
     return response

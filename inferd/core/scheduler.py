@@ -10,6 +10,7 @@ from inferd.core.block_tables import BlockTables, ReserveShortError
 from inferd.core.limits import Limits
 from inferd.core.plan import Draft, Plan, chunk_size
 from inferd.core.ports import Grant, PoolInfo, Refusal, Step, TableRequest
+from inferd.core.refusals import too_large, why_cornered, why_never
 from inferd.core.reserve import Reserve
 from inferd.core.sequence import Phase, Sequence
 from pagepool.errors import PagepoolError, Reason
@@ -87,7 +88,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. PagepoolError QUEUE_FULL, or REQUEST_TOO_LARGE if the pool can never hold it."""
         if self._block_size and self._never_fits(sequence):
-            raise self.too_large(sequence, self._total_blocks)
+            raise too_large(sequence, self._block_size, self._total_blocks)
         limit = self._limits.max_queue + self._limits.max_num_seqs - len(self.running)
         if len(self.waiting) >= limit:
             message = f"{len(self.waiting)} requests wait, and --max-queue is {self._limits.max_queue}; retry later"
@@ -96,20 +97,10 @@ class Scheduler:
             )
         self._queue.add(sequence)
 
-    def too_large(self, sequence: Sequence, total_blocks: int) -> PagepoolError:
-        """The error of a request that the whole pool cannot hold."""
-        size, blocks = self._block_size, sequence.blocks_needed(self._block_size)
-        prompt, most = len(sequence.submit.prompt), sequence.submit.max_tokens
-        message = (
-            f"{prompt} prompt tokens and max_tokens {most} need {blocks} blocks of {size} tokens, but the whole pool "
-            f"has {total_blocks}; shorten the prompt, lower max_tokens, or give memd a larger --pool-bytes"
-        )
-        values = {"prompt_tokens": prompt, "max_tokens": most, "num_blocks": blocks, "block_size": size}
-        return PagepoolError(Reason.REQUEST_TOO_LARGE, message, field="max_tokens", total_blocks=total_blocks, **values)
-
-    def unfit(self) -> list[Sequence]:
+    def unfit(self) -> list[tuple[Sequence, PagepoolError]]:
         """Those that came before the pool was there, and that it can never hold; the caller ends them."""
-        return [sequence for sequence in self.waiting if self._never_fits(sequence)]
+        size, total = self._block_size, self._total_blocks
+        return [(one, too_large(one, size, total)) for one in self.waiting if self._never_fits(one)]
 
     def finish(self, sequence: Sequence) -> None:
         """A sequence is over, wherever it stands: its table goes back once no step is in flight that writes to it."""
@@ -146,18 +137,19 @@ class Scheduler:
             return sequence
         return None
 
-    def refused(self, refusal: Refusal) -> Sequence | None:
-        """Memd has refused something; the sequence if it can never be granted, which the caller ends."""
+    def refused(self, refusal: Refusal) -> tuple[Sequence, PagepoolError] | None:
+        """Memd has refused something; a sequence that waiting does not help, which the caller ends with this error."""
         if self._tables.has_asked(refusal.ref):
             self._reserve.refused(refusal)
-            return None
+            cornered = ((one, why_cornered(one, self._block_size, refusal)) for one in self.running)
+            return next(((one, error) for one, error in cornered if error is not None), None)
         sequence = self._queue.answered(refusal.ref)
         if sequence.phase is Phase.FINISHED:
             if sequence.suspended_id:
                 self._tables.drop_suspended(sequence.suspended_id)
             return None
-        if refusal.never:
-            return sequence
+        if (error := why_never(sequence, self._block_size, refusal)) is not None:
+            return sequence, error
         self._queue.refuse(sequence)
         for other in [each for each in self.running if not each.has_begun and each.rank > sequence.rank]:
             self._take_back(other)

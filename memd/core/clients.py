@@ -136,7 +136,7 @@ class ClientLeases:
         if fresh > spare:
             self._state.counters.refused_requests += 1
             self._state.version += 1
-            raise errors.pool_exhausted(fresh, spare, store.num_blocks)
+            raise errors.pool_exhausted(fresh, spare, store.num_blocks, store.cached.num_pinned)
 
     def frames(self, block_ids: Sequence[int]) -> list[int]:
         """The frames of blocks; INVALID_FIELD if there is none, BLOCK_NOT_FOUND if one is gone."""

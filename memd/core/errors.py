@@ -86,14 +86,22 @@ def pool_without_geometry() -> PagepoolError:
     return PagepoolError(Reason.POOL_WITHOUT_GEOMETRY, message, retry_after_s=RETRY_AFTER_S)
 
 
-def pool_exhausted(asked: int, available: int, total: int) -> PagepoolError:
-    """Too few free and cached blocks; `available` is what could have been asked for."""
+def pool_exhausted(asked: int, available: int, total: int, pinned: int) -> PagepoolError:
+    """Too few free and cached blocks; `available` is what could have been asked for, `pinned` what pins hold back."""
     message = (
         f"{asked} blocks were asked for, but only {available} of the pool's {total} can be granted now; "
         "nothing was taken: free something, or retry later"
     )
+    if pinned:
+        message += f"; {pinned} more are cached, but pinned: UnpinPrefix gives them back"
     return PagepoolError(
-        Reason.POOL_EXHAUSTED, message, retry_after_s=RETRY_AFTER_S, asked=asked, available=available, total=total
+        Reason.POOL_EXHAUSTED,
+        message,
+        retry_after_s=RETRY_AFTER_S,
+        asked=asked,
+        available=available,
+        total=total,
+        pinned=pinned,
     )
 
 

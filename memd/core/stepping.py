@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from memd.core import errors
@@ -217,7 +217,7 @@ class Stepper:
             available = len(plan.matched) + plan.spare
             return Refusal(request.ref, RefusalReason.PREFIX_PENDING, available, store.num_blocks)
         if request.num_blocks > store.num_blocks or plan.fresh > plan.spare:
-            return self._refuse(lease, request.ref, request.num_blocks, len(plan.matched), plan.spare)
+            return self._refuse(lease, request.ref, request.num_blocks, plan.spare, plan.matched)
         if suspended is not None:
             self._state.resume_table(lease, suspended, plan, now)
         table = suspended or self._state.create_table(lease, request, plan, now)
@@ -243,7 +243,7 @@ class Stepper:
         store, table = self._state.cut_store(), lease.tables[request.table_id]
         in_all = len(table.frames) + request.num_blocks
         if in_all > store.num_blocks or request.num_blocks > store.available:
-            return self._refuse(lease, request.ref, in_all, 0, store.available)
+            return self._refuse(lease, request.ref, in_all, store.available)
         frames = self._state.extend_table(table, request.num_blocks, now)
         return Grant(request.ref, table.table_id, 0, store.run(frames))
 
@@ -251,17 +251,18 @@ class Stepper:
         store = self._state.cut_store()
         in_all = len(lease.references) + request.num_blocks
         if in_all > store.num_blocks or request.num_blocks > store.available:
-            return self._refuse(lease, request.ref, in_all, 0, store.available)
+            return self._refuse(lease, request.ref, in_all, store.available)
         frames = store.grant(request.num_blocks, (lease.lease_id,), now)
         lease.references.update(dict.fromkeys(frames, 1))
         ids = [self._state.new_id() for _ in range(request.num_tables)]
         lease.reserved_ids.update(ids)
         return Grant(request.ref, ids[0] if ids else 0, 0, store.run(frames), len(ids))
 
-    def _refuse(self, lease: Lease, ref: int, in_all: int, matched: int, spare: int) -> Refusal:
-        total = self._state.cut_store().num_blocks
+    def _refuse(self, lease: Lease, ref: int, in_all: int, spare: int, matched: Sequence[int] = ()) -> Refusal:
+        store, available = self._state.cut_store(), len(matched) + spare
+        pinned = store.num_pinned_beside(matched)
         self._state.counters.refused_requests += 1
-        if in_all > total:
-            return Refusal(ref, RefusalReason.REQUEST_TOO_LARGE, matched + spare, total)
+        if in_all > store.num_blocks:
+            return Refusal(ref, RefusalReason.REQUEST_TOO_LARGE, available, store.num_blocks, pinned)
         self._workers.starve(lease, spare)
-        return Refusal(ref, RefusalReason.POOL_EXHAUSTED, matched + spare, total)
+        return Refusal(ref, RefusalReason.POOL_EXHAUSTED, available, store.num_blocks, pinned)

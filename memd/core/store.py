@@ -70,6 +70,13 @@ class BlockStore:
             count -= sum(not held[frame] and self.cached.is_pinned(frame) for frame in frames)
         return count
 
+    def num_pinned_beside(self, frames: Collection[int]) -> int:
+        """How many cached blocks other than these cannot be evicted."""
+        if not self.cached.num_pinned:
+            return 0
+        held, is_pinned = self.blocks.holders, self.cached.is_pinned
+        return self.cached.num_pinned - sum(not held[frame] and is_pinned(frame) for frame in frames)
+
     def entry(self, frame: int) -> int:
         """The packed entry of the block in a frame."""
         return self._entry_base | frame * self._entry_step

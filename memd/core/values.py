@@ -123,12 +123,16 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A refused request; nothing was taken. `available_blocks` is the largest num_blocks that could be granted."""
+    """A refused request; nothing was taken. `available_blocks` is the largest num_blocks that could be granted.
+
+    While pins last, no more than total_blocks - pinned_blocks ever can be.
+    """
 
     ref: int
     reason: RefusalReason
     available_blocks: int
     total_blocks: int
+    pinned_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,8 @@ class Grant:
 class Refusal:
     """A request was refused; `never` says that the whole pool is too small for it.
 
+    While pins last, no more than total_blocks - pinned_blocks can be had.
+
     `pending`: another table is about to compute what it would find; it is to be asked for again on Capacity.
     """
 
@@ -176,6 +178,7 @@ class Refusal:
     available_blocks: int
     total_blocks: int
     pending: bool = False
+    pinned_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

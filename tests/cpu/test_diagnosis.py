@@ -184,6 +184,14 @@ def test_pinned_prefixes_are_out_of_reach_and_named_when_blocks_are_short() -> N
         assert codes(roomy.seen()) == expected
 
 
+def test_pins_are_named_to_a_request_that_waits_for_more_than_they_leave() -> None:
+    scene = Scene()
+    scene.cached(39, pinned=True)
+    assert codes(scene.seen()) == []
+    scene.worker(waiting=1, running=0)
+    assert "pinned_prefixes" in dict(codes(scene.seen()))
+
+
 def test_large_models_are_advised_blocks_of_8() -> None:
     seen = short_scene(20, token_bytes=256 * KIB).seen()
     assert found(seen, "waste_inside_blocks").remedies[0].effect.endswith("practice is 8 for a model of this size")

@@ -185,7 +185,7 @@ def test_a_full_pool_says_when_to_retry_and_what_there_is(pool: Pool, client: in
     with pytest.raises(PagepoolError, match="2 blocks were asked for, but only 1 of the pool's 8") as error:
         pool.allocate_blocks(client, 2, 0.0)
     assert error.value.retry_after_s is not None
-    assert error.value.metadata == {"asked": "2", "available": "1", "total": "8"}
+    assert error.value.metadata == {"asked": "2", "available": "1", "total": "8", "pinned": "0"}
 
 
 @pytest.mark.parametrize(

@@ -268,7 +268,9 @@ def test_a_request_refused_for_ever_is_handed_to_the_caller() -> None:
     sequence = make(1)
     queue(scheduler, sequence)
     asked(scheduler)
-    assert scheduler.refused(refusal(sequence, never=True)) is sequence
+    ended = scheduler.refused(refusal(sequence, never=True))
+    assert ended is not None
+    assert (ended[0], ended[1].reason) == (sequence, Reason.REQUEST_TOO_LARGE)
 
 
 def test_a_lost_pool_ends_what_had_begun_and_keeps_what_waits() -> None:

@@ -126,6 +126,7 @@ def events_of(result: StepResult) -> list[PoolEvent]:
             available_blocks=each.available_blocks,
             total_blocks=each.total_blocks,
             pending=each.reason == REFUSAL_REASON_PREFIX_PENDING,
+            pinned_blocks=each.pinned_blocks,
         )
         for each in result.refusals
     ]

@@ -162,7 +162,8 @@ def pinned_prefixes(case: Case) -> Finding | None:
     """Cached blocks that PinPrefix keeps from being evicted."""
     pinned = case.seen.pool.usage.pinned_blocks
     # memd refuses to pin more than half of a pool: 40 % is near it.
-    if not pinned or 100 * pinned < (10 if case.pressed else 40) * case.total:
+    # A request that waits while blocks are free may need more than pins leave.
+    if not pinned or 100 * pinned < (10 if case.pressed or case.seen.waiting else 40) * case.total:
         return None
     kept = [block for block in case.seen.blocks if block.pinned and block.state == BLOCK_STATE_CACHED]
     idle_s = max((block.idle_time.ToNanoseconds() / 1e9 for block in kept), default=0.0)

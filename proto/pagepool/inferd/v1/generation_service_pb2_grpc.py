@@ -93,6 +93,8 @@ class GenerationServiceServicer:
         memd a larger --pool-bytes.
         INVALID_ARGUMENT / NO_CHAT_TEMPLATE: the model has none; send text.
         INVALID_ARGUMENT / CHAT_TEMPLATE_REFUSED: the model's chat template refuses the messages; it says why.
+        RESOURCE_EXHAUSTED / POOL_EXHAUSTED: pins (PinPrefix) hold so many of memd's blocks that the request cannot run while
+        they last; unpin something, or retry after RetryInfo.
         RESOURCE_EXHAUSTED / QUEUE_FULL: too many requests wait; retry after RetryInfo, in which a place is expected to come free.
         UNAVAILABLE / POOL_LOST: memd is gone, and the KV with it; retry after RetryInfo.
         INTERNAL / ENGINE_FAILED: the engine failed; retry elsewhere and look into the worker's log.

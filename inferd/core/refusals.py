@@ -1,0 +1,59 @@
+"""Why a request gets no blocks, and what its user can do about it. Pure."""
+
+from __future__ import annotations
+
+from inferd.core.ports import Refusal
+from inferd.core.sequence import Sequence
+from pagepool.errors import PagepoolError, Reason
+
+RETRY_PINNED_S = 60.0
+"""When a retry makes sense while pins hold blocks: they last from a second to a day."""
+
+
+def why_never(sequence: Sequence, block_size: int, refusal: Refusal) -> PagepoolError | None:
+    """The error of a request whose table was refused, if the pool can never hold it, or cannot while pins last."""
+    if refusal.never:
+        return too_large(sequence, block_size, refusal.total_blocks)
+    return None if refusal.pending else why_cornered(sequence, block_size, refusal)
+
+
+def why_cornered(sequence: Sequence, block_size: int, refusal: Refusal) -> PagepoolError | None:
+    """The error of a request that cannot go on while pins last, whoever else gives blocks back."""
+    needed, pinned, total = _needed(sequence, block_size), refusal.pinned_blocks, refusal.total_blocks
+    return _pinned(needed, pinned, total) if pinned and needed > total - pinned else None
+
+
+def too_large(sequence: Sequence, block_size: int, total_blocks: int) -> PagepoolError:
+    """The error of a request that the whole pool cannot hold."""
+    blocks = sequence.blocks_needed(block_size)
+    prompt, most = len(sequence.submit.prompt), sequence.submit.max_tokens
+    message = (
+        f"{prompt} prompt tokens and max_tokens {most} need {blocks} blocks of {block_size} tokens, but the whole pool "
+        f"has {total_blocks}; shorten the prompt, lower max_tokens, or give memd a larger --pool-bytes"
+    )
+    values = {"prompt_tokens": prompt, "max_tokens": most, "num_blocks": blocks, "block_size": block_size}
+    return PagepoolError(Reason.REQUEST_TOO_LARGE, message, field="max_tokens", total_blocks=total_blocks, **values)
+
+
+def _pinned(num_blocks: int, pinned: int, total: int) -> PagepoolError:
+    message = (
+        f"the request needs {num_blocks} blocks, but {pinned} of the pool's {total} are pinned by PinPrefix, so it can "
+        "have no more than the others; unpin something (pagepool pin --off), retry when a pin has ended, shorten the "
+        "prompt, or lower max_tokens"
+    )
+    return PagepoolError(
+        Reason.POOL_EXHAUSTED,
+        message,
+        retry_after_s=RETRY_PINNED_S,
+        num_blocks=num_blocks,
+        pinned_blocks=pinned,
+        total_blocks=total,
+    )
+
+
+def _needed(sequence: Sequence, block_size: int) -> int:
+    """The blocks that it cannot do without: all that it may need, but once it runs, only the next one."""
+    whole = sequence.blocks_needed(block_size)
+    if sequence.table is not None:
+        return min(len(sequence.table.block_ids) + 1, whole)
+    return min(-(-(len(sequence.tokens) + 1) // block_size), whole) if sequence.suspended_id else whole
