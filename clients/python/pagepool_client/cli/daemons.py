@@ -103,6 +103,11 @@ class Daemons:
                 report(_doing(inferd), time.monotonic() - begun)
                 time.sleep(POLL_S)
 
+    def restart_inferd(self, flags: Sequence[str]) -> None:
+        """Another inferd on the same memd, in place of the one there is, which is stopped in order."""
+        self.inferd.stop()
+        self.inferd = Daemon("inferd", ["--memd", self.memd.target, *flags], self.inferd.log.parent)
+
     def stop(self) -> None:
         """Stop both in order; a second Ctrl-C ends them by force."""
         try:

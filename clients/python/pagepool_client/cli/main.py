@@ -12,7 +12,7 @@ from io import TextIOWrapper
 from types import FrameType
 
 from pagepool.errors import PagepoolError
-from pagepool_client.cli import blocks, chat, demo, doctor, generate, pin, top, up, workload
+from pagepool_client.cli import blocks, chat, demo, doctor, generate, pin, top, tune, up, workload
 from pagepool_client.cli.terminal import EXIT_FAILED, EXIT_INTERRUPTED, Terminal, exit_code
 
 
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(prog="pagepool", description="PagedAttention as a service.", allow_abbrev=False)
     command.add_argument("--version", action="version", version=f"pagepool {version('pagepool')}")
     commands = command.add_subparsers(metavar="COMMAND", required=True)
-    for module in (up, demo, generate, chat, blocks, pin, top, doctor, workload):
+    for module in (up, demo, generate, chat, blocks, pin, top, doctor, workload, tune):
         module.add_parser(commands)
     return command
 
