@@ -318,3 +318,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.e2e.workers import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("first") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_house(tiny_model: Path) -> Iterator[Any]:
+    """A memd and two workers of the tiny model; see tests.e2e.workers.TinyHouse."""
+    from tests.e2e.workers import tiny_household
+
+    with tiny_household(tiny_model) as house:
+        yield house

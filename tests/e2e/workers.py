@@ -187,6 +187,29 @@ def household(*memd_flags: str) -> Iterator[tuple[Memd, Callable[..., Worker]]]:
                 memd.stop()
 
 
+@dataclass
+class TinyHouse:
+    """A memd with two workers of a tiny model, and a way to start more, which get the model by themselves."""
+
+    memd: Memd
+    one: Worker
+    two: Worker
+    start: Callable[..., Worker]
+
+
+@contextlib.contextmanager
+def tiny_household(model: Path) -> Iterator[TinyHouse]:
+    """A house of workers in float32, each on one thread."""
+    flags = ("--model", str(model), "--dtype", "float32", "--threads", "1")
+    with household("--pool-bytes", "64MiB", "--heartbeat-timeout", "2s") as (memd, launch_more):
+
+        def start(name: str, *more: str) -> Worker:
+            return launch_more(name, *flags, *more)
+
+        one, two = start("one"), start("two")
+        yield TinyHouse(memd, one.ready(), two.ready(), start)
+
+
 def make_tiny_model(folder: Path, seed: int = 0) -> Path:
     """A llama with random weights and the default model's tokenizer."""
     import torch
