@@ -16,7 +16,7 @@ from memd.core.values import LeaseState, LeaseView
 from memd.messages import duration
 from pagepool.errors import PagepoolError, Reason
 from pagepool.handlers import Stream
-from pagepool.memd.v1.worker_service_pb2 import AttachResponse, Capacity, Drain
+from pagepool.memd.v1.worker_service_pb2 import AttachResponse, Capacity, Drain, Victim
 from pagepool.memd.v1.worker_service_pb2 import Remap as RemapMessage
 
 MAX_UNSENT = 64
@@ -152,12 +152,15 @@ class Sessions:
             self._nobody.set()
 
     def publish(self) -> None:
-        """Tells workers where their blocks are now, and those that were refused that there are blocks again."""
+        """Tells workers where their blocks are now, which tables have to yield, and that there are blocks again."""
         for lease_id in self._pool.remaps.leases_with_news():
             news = self._pool.remaps.take_news(lease_id)
             if (session := self._by_lease.get(lease_id)) is not None:
                 for one in news:
                     session.tell(_remap(one))
+        for lease_id, table_id in self._pool.victims.take_news():
+            if (session := self._by_lease.get(lease_id)) is not None:
+                session.tell(AttachResponse(victim=Victim(table_id=table_id)))
         for lease_id, available in self._pool.take_capacity_news():
             if (session := self._by_lease.get(lease_id)) is not None:
                 session.tell(AttachResponse(capacity=Capacity(available_blocks=available)))

@@ -11,10 +11,12 @@ else has.
 5. The index finds every block that it has under that block's digest and by its first tokens; digests are those of the
 tokens.
 6. What is promised is of tables that can still write it.
-7. Tables and leases know each other; clients' leases are never detached or lost.
-8. Blocks that moved are kept for the workers that have not acknowledged it, whose tables do not have them any more;
+7. Claims are for a part of the pool, made by tables that are there, and lapse with them; refusals are remembered of
+leases that are not lost; what has to yield is a worker's table that is not suspended.
+8. Tables and leases know each other; clients' leases are never detached or lost.
+9. Blocks that moved are kept for the workers that have not acknowledged it, whose tables do not have them any more;
 what they wait for is numbered without a gap; the fenced are not waited for.
-9. Free, held, cached and quarantined blocks add up to the pool, and the counters to the blocks there are.
+10. Free, held, cached and quarantined blocks add up to the pool, and the counters to the blocks there are.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from memd.core.state import PoolState
 from memd.core.store import BlockStore
 from memd.core.table import Table
 from memd.core.values import BlockState, LeaseState
+from memd.core.victims import rank_of
+from memd.core.waiting import Waiting
 
 
-def check(state: PoolState) -> None:
+def check(state: PoolState, waiting: Waiting) -> None:
     """Raise InvariantError, saying which part is broken, where and how. Changes nothing."""
     _check_leases(state)
     if state.store is None:
@@ -46,6 +50,7 @@ def check(state: PoolState) -> None:
         _check_table(state, state.store, table)
     _check_index(state.store)
     _check_promises(state)
+    _check_waiting(state, state.store, waiting)
     _check_sums(state, state.store)
 
 
@@ -233,6 +238,28 @@ def _check_leases(state: PoolState) -> None:
         owner = state.leases.get(table.lease_id)
         _require(owner is not None and table.table_id in owner.tables, f"table {table.table_id} has another owner")
     _require(max([*state.leases, *state.tables], default=0) <= state.last_id, "an id would be used twice")
+
+
+def _check_waiting(state: PoolState, store: BlockStore, waiting: Waiting) -> None:
+    claims = list(waiting.claims())
+    kinds = {(claim.asker.lease_id, claim.asker.grows) for claim in claims}
+    _require(len(kinds) == len(claims), "a lease has two claims of a kind")
+    for claim in claims:
+        asker = claim.asker
+        name, lease = f"claim of lease {asker.lease_id}", state.leases[asker.lease_id]
+        _require(lease.is_worker and lease.state is LeaseState.LIVE, f"{name} is no live worker's")
+        _require(0 < claim.num_blocks <= store.num_blocks, f"{name} is for {claim.num_blocks} blocks")
+        _require(bool(asker.table_id) or not asker.grows, f"{name} is for the growth of no table")
+        if asker.table_id:
+            table = lease.tables[asker.table_id]
+            _require((table.kept is None) == asker.grows, f"{name} is for a table that is suspended, or is not")
+            _require(rank_of(table) == asker.rank, f"{name} has another rank than its table")
+    for lease_id, hungers in waiting.hungers().items():
+        known = lease_id in state.leases and state.leases[lease_id].state is not LeaseState.LOST
+        _require(known and bool(hungers), f"a refusal of lease {lease_id} is remembered, but it has ended")
+    for table in state.tables.values():
+        right = table.yielding_since is None or (table.kept is None and state.leases[table.lease_id].is_worker)
+        _require(right, f"table {table.table_id} has to yield, but cannot")
 
 
 def _check_sums(state: PoolState, store: BlockStore) -> None:

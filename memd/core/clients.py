@@ -11,6 +11,7 @@ from memd.core.state import PoolState, pack_checked
 from memd.core.store import BlockStore
 from memd.core.table import Table
 from memd.core.values import BlockRun, TableRequest
+from memd.core.waiting import Waiting
 from pagepool.errors import invalid_field
 
 
@@ -24,8 +25,9 @@ def require_name(field: str, name: str) -> None:
 class ClientLeases:
     """Leases with a time-to-live, and the commands that need one."""
 
-    def __init__(self, state: PoolState) -> None:
+    def __init__(self, state: PoolState, waiting: Waiting) -> None:
         self._state = state
+        self._waiting = waiting
 
     def create(self, holder: str, ttl_s: float, now: float) -> Lease:
         """A new lease; the granted time-to-live is the one asked for, brought between 1 second and 1 hour."""
@@ -70,7 +72,7 @@ class ClientLeases:
         store = self._state.cut_store()
         if num_blocks < 1:
             raise invalid_field("num_blocks", num_blocks, "at least 1", "ask for some")
-        self.require(store, num_blocks, num_blocks, store.available)
+        self.require(store, num_blocks, num_blocks, self.spare())
         frames = store.grant(num_blocks, (lease_id,), now)
         lease.references.update(dict.fromkeys(frames, 1))
         return store.run(frames)
@@ -112,8 +114,9 @@ class ClientLeases:
         lease = self.find(lease_id, now)
         self.require_table(lease)
         store = self._state.cut_store()
-        plan = self._state.plan(request, pack_checked(request.token_ids, request.salt))
-        self.require(store, request.num_blocks, plan.fresh, plan.spare)
+        packed = pack_checked(request.token_ids, request.salt)
+        plan = self._state.plan(request, packed, self._waiting.claimed_before(None))
+        self.require(store, request.num_blocks, plan.needed, max(plan.spare + plan.idle, 0))
         return self._state.create_table(lease, request, plan, now)
 
     def extend_table(self, lease_id: int, table_id: int, num_blocks: int, now: float) -> BlockRun:
@@ -122,12 +125,16 @@ class ClientLeases:
         store = self._state.cut_store()
         if num_blocks < 1:
             raise invalid_field("num_blocks", num_blocks, "at least 1", "ask for some")
-        self.require(store, len(table.frames) + num_blocks, num_blocks, store.available)
+        self.require(store, len(table.frames) + num_blocks, num_blocks, self.spare())
         return store.run(self._state.extend_table(table, num_blocks, now))
 
     def release_table(self, lease_id: int, table_id: int, now: float) -> None:
         """End a table."""
         self._state.release_table(self.table(lease_id, table_id, now), now)
+
+    def spare(self) -> int:
+        """Blocks that clients can have: what no table of a worker claims."""
+        return self._waiting.spare_for(None)
 
     def require(self, store: BlockStore, in_all: int, fresh: int, spare: int) -> None:
         """REQUEST_TOO_LARGE or POOL_EXHAUSTED unless `fresh` blocks, `in_all` with those there, can be granted."""

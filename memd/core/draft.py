@@ -146,12 +146,11 @@ class Draft:
         for table_id, draft in self._tables.items():
             self._make(table_id, draft, now)
             if table_id in kept:
-                self._lease.tables[table_id].kept = kept[table_id]
+                self._lease.tables[table_id].suspend(kept[table_id])
         for frame, holder in self._holds:
             self._store.hold([frame], (holder,), now)
-        release = self._store.release
         for frame, holder in self._drops:
-            release(frame, holder, now)
+            self._store.release(frame, holder, now)
         for frame in self._used_frames:
             del self._lease.references[frame]
         self._lease.reserved_ids -= self._used_ids
@@ -165,7 +164,7 @@ class Draft:
 
     def _change_tokens(self) -> dict[int, bytes]:
         """Carry out the changes; what is kept of each table that is suspended."""
-        kept = dict[int, bytes]()
+        kept: dict[int, bytes] = {}
         for change in self._changes:
             if isinstance(change, Move):
                 self._store.blocks.copy(change.source, change.target, change.num_tokens)

@@ -66,6 +66,7 @@ class Lease:
     last_told: int = 0  # of the Remaps, on this stream
     ack_deadline: float = float("inf")  # for the first of `remaps`
     is_fenced: bool = False
+    stepped: float = 0.0  # when its last step came, or it attached
 
     @property
     def is_worker(self) -> bool:

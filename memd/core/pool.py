@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from memd.core import check, errors, views
+from memd.core.admission import Admission
 from memd.core.clients import ClientLeases
 from memd.core.geometry import Geometry, require_device, require_equal
 from memd.core.pins import PrefixPins
@@ -27,6 +28,8 @@ from memd.core.values import (
     TableView,
     Usage,
 )
+from memd.core.victims import Victims
+from memd.core.waiting import Waiting
 from memd.core.workers import WorkerLeases
 from pagekernels.layout import LAYOUT_LINEAR
 from pagepool.errors import invalid_field
@@ -59,12 +62,14 @@ class Pool:
         self.max_num_blocks = max_num_blocks
         self.layout_version = layout_version
         self._state = PoolState(epoch, block_size)
-        self._clients = ClientLeases(self._state)
+        self._waiting = Waiting(self._state)
+        self.victims = Victims(self._state)
+        self._clients = ClientLeases(self._state, self._waiting)
         self.sharing = Sharing(self._state, self._clients)
         self.prefixes = PrefixPins(self._state)
-        self._workers = WorkerLeases(self._state)
+        self._workers = WorkerLeases(self._state, self._waiting)
         self.remaps = Remaps(self._state)
-        self._stepper = Stepper(self._state, self._workers, self.remaps)
+        self._stepper = Stepper(self._state, Admission(self._state, self._waiting, self.victims), self.remaps)
 
     # -- what it is
 
@@ -97,11 +102,6 @@ class Pool:
     def num_blocks(self) -> int:
         """Blocks of the native format in the whole pool; 0 until it is cut."""
         return self._state.store.num_blocks if self._state.store else 0
-
-    @property
-    def available_blocks(self) -> int:
-        """Blocks that can be granted now: free and cached ones."""
-        return self._state.store.available if self._state.store else 0
 
     @property
     def num_leases(self) -> int:
@@ -199,6 +199,7 @@ class Pool:
             lease = self._workers.attach(worker_name, lock_file, timeout_s, now)
         lease.ttl_s = timeout_s
         lease.renew(now)
+        self.victims.tell_again(lease.tables.values())
         return self._changed(Attached(lease.view(), reclaimed))
 
     def heartbeat(self, lease_id: int, now: float) -> None:
@@ -236,17 +237,15 @@ class Pool:
 
     def take_capacity_news(self) -> list[tuple[int, int]]:
         """(lease id, available blocks) of the live workers to be told that asking again makes sense; each once."""
-        return self._workers.take_news()
+        return self._waiting.take_news()
 
     # -- time
 
     def tick(self, now: float) -> list[LeaseView]:
-        """End leases that are late and return them: workers' are LOST now, clients' have freed what they held.
-
-        Also ends pins whose time is over, and the waiting for prefixes that nobody works on any more.
-        """
+        """End leases, pins, claims and waits whose time is over. Of the leases, returned, workers' are LOST now."""
         self.prefixes.tick(now)
         self._workers.tick(now)
+        self._waiting.expire(now)
         late = [lease for lease in self._state.leases.values() if lease.is_late(now)]
         for lease in late:
             if lease.is_worker:
@@ -288,7 +287,7 @@ class Pool:
 
     def check(self) -> None:
         """Verify the invariant that memd.core.check states; raises InvariantError. Takes time with the pool's size."""
-        check.check(self._state)
+        check.check(self._state, self._waiting)
         self.prefixes.check()
 
     def _changed(self, result: T) -> T:

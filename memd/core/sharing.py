@@ -58,7 +58,7 @@ class Sharing:
             raise invalid_field("num_tokens", num_tokens, limit, "read GetBlockTable")
         draft, block_id = Draft(self._state, lease, {}), 0
         if draft.must_copy(table_id, num_tokens):
-            self._clients.require(store, 1, 1, store.available)
+            self._clients.require(store, 1, 1, self._clients.spare())
             (frame,) = store.grant(1, (lease_id,), now)
             lease.references[frame] = 1
             block_id = store.blocks.ids[frame]
@@ -79,7 +79,7 @@ class Sharing:
         for frame in frames:
             self._clients.require_readable(lease, frame)
         sources = dict.fromkeys(frames)
-        spare = store.available - store.num_evictable(sources)
+        spare = max(self._clients.spare() - store.num_evictable(sources), 0)
         self._clients.require(store, count, count, spare)
         targets = store.grant_beside(count, (lease_id,), sources, now)
         lease.references.update(dict.fromkeys(targets, 1))

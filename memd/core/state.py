@@ -51,18 +51,30 @@ def pack_words(lease_id: int, token_ids: Sequence[int]) -> bytes:
 
 @dataclass(slots=True)
 class Plan:
-    """What granting a table request would do: `matched` frames to hold, `fresh` blocks to grant.
+    """What granting a table request would do: `matched` frames to hold, `idle` of them cached; `fresh` blocks to grant.
 
-    `spare` is how many fresh blocks there could be: what is available, less the matched blocks that are cached. The
-    first `run` tokens of the first fresh block, if any, are those of the sealed one in frame `source`.
+    `spare` is how many fresh blocks there could be: what is available, less what is withheld and the matched blocks
+    that are cached; it may be negative. The first `run` tokens of the first fresh block, if any, are those of the
+    sealed one in frame `source`.
     """
 
     packed: bytes
     matched: list[int]
+    idle: int
     fresh: int
     spare: int
     source: int = NOWHERE
     run: int = 0
+
+    @property
+    def needed(self) -> int:
+        """How many available blocks it takes."""
+        return self.idle + self.fresh
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can be granted."""
+        return self.fresh <= self.spare or not self.needed
 
 
 @dataclass(slots=True, eq=False)
@@ -100,18 +112,25 @@ class PoolState:
         self.last_id += 1
         return self.last_id
 
+    def is_in_use(self) -> bool:
+        """Whether any table of a lease that is not lost has blocks."""
+        return any(
+            table.frames and self.leases[table.lease_id].state is not LeaseState.LOST for table in self.tables.values()
+        )
+
     def cut_store(self) -> BlockStore:
         """The store; POOL_WITHOUT_GEOMETRY before the pool is cut."""
         if self.store is None:
             raise errors.pool_without_geometry()
         return self.store
 
-    def plan(self, request: TableRequest, packed: bytes) -> Plan:
-        """What a table request needs now. Changes nothing."""
+    def plan(self, request: TableRequest, packed: bytes, withheld: int) -> Plan:
+        """What a table request needs now, if so many available blocks are not for it. Changes nothing."""
         store = self.cut_store()
         matched = [] if request.no_match else store.index.match(packed, request.salt)
-        spare = store.available - store.num_evictable(matched)
-        plan = Plan(packed, matched, max(request.num_blocks - len(matched), 0), spare)
+        idle = store.num_evictable(matched)
+        spare = store.available - withheld - idle
+        plan = Plan(packed, matched, idle, max(request.num_blocks - len(matched), 0), spare)
         if request.partial and not request.no_match and plan.fresh:
             source, run = store.index.partial(matched, packed, request.salt)
             # A source that is kept is no room for fresh blocks; where they need it, it is computed again.

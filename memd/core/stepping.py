@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from memd.core import errors
+from memd.core.admission import Admission
 from memd.core.block import TOKEN_BYTES
 from memd.core.draft import Draft
 from memd.core.lease import MAX_TABLES, Lease
-from memd.core.operations import Release, ReserveRequest
+from memd.core.operations import Release
 from memd.core.remaps import Remaps
-from memd.core.state import MAX_SALT_BYTES, Plan, PoolState, pack_words
+from memd.core.state import MAX_SALT_BYTES, PoolState, pack_words
 from memd.core.table import Table
 from memd.core.values import (
     BlockRun,
     Commit,
-    ExtendRequest,
     Grant,
-    Refusal,
-    RefusalReason,
     Step,
     StepOutcome,
     TableRequest,
 )
-from memd.core.workers import WorkerLeases
 
 MAX_RESERVED_IDS = 65_536
 """Table ids that a lease may have in reserve."""
@@ -43,9 +40,9 @@ class StepPlan:
 class Stepper:
     """Checks a step as a whole, then applies it: whatever breaks the protocol is found before anything has changed."""
 
-    def __init__(self, state: PoolState, workers: WorkerLeases, remaps: Remaps) -> None:
+    def __init__(self, state: PoolState, admission: Admission, remaps: Remaps) -> None:
         self._state = state
-        self._workers = workers
+        self._admission = admission
         self._remaps = remaps
 
     def apply(self, lease: Lease, step: Step, now: float) -> StepOutcome:
@@ -66,8 +63,9 @@ class Stepper:
             plan.draft.apply(now)
         self._remaps.merge(twins, now)
         self._remaps.acknowledge(lease, step.acknowledged, now)
-        outcome = StepOutcome(step.step_id, *self._answer(lease, step, plan, now))
+        outcome = StepOutcome(step.step_id, *self._admission.answer(lease, step, plan.creates, now))
         lease.answers.append(outcome)
+        lease.stepped = now
         self._state.counters.attach_steps += 1
         return outcome
 
@@ -200,69 +198,3 @@ class Stepper:
                     twins.append((frames[index], index))
                 self._state.promises.sealed(table.table_id, store.blocks.digests[frames[index]])
         return twins
-
-    def _answer(self, lease: Lease, step: Step, plan: StepPlan, now: float) -> tuple[list[Grant], list[Refusal]]:
-        answers = [self._create(lease, create, packed, now) for create, packed in plan.creates]
-        answers += [self._extend(lease, extend, now) for extend in step.extends]
-        answers += [self._reserve(lease, reserve, now) for reserve in step.reserves]
-        grants = [answer for answer in answers if isinstance(answer, Grant)]
-        return grants, [answer for answer in answers if isinstance(answer, Refusal)]
-
-    def _create(self, lease: Lease, request: TableRequest, packed: bytes, now: float) -> Grant | Refusal:
-        store, suspended = self._state.cut_store(), lease.tables.get(request.resume_table_id)
-        if suspended is not None and suspended.kept is not None:
-            request, packed = replace(request, salt=suspended.salt), suspended.kept
-        plan = self._state.plan(request, packed)
-        if request.wait_for_prefix and self._awaits(lease, request, plan, now):
-            available = len(plan.matched) + plan.spare
-            return Refusal(request.ref, RefusalReason.PREFIX_PENDING, available, store.num_blocks)
-        if request.num_blocks > store.num_blocks or plan.fresh > plan.spare:
-            return self._refuse(lease, request.ref, request.num_blocks, plan.spare, plan.matched)
-        if suspended is not None:
-            self._state.resume_table(lease, suspended, plan, now)
-        table = suspended or self._state.create_table(lease, request, plan, now)
-        to_come = store.index.following(plan.matched, packed, request.salt, plan.fresh)
-        self._state.promises.make(table.table_id, to_come)
-        source = store.entry(plan.source) if plan.run else None
-        return Grant(request.ref, table.table_id, table.cached_tokens, store.run(table.frames), copy_source=source)
-
-    def _awaits(self, lease: Lease, request: TableRequest, plan: Plan, now: float) -> bool:
-        """Whether another table works on so much of what was not found that it is worth a wait; notes who waits."""
-        size, promises = self._state.block_size, self._state.promises
-        most = (len(plan.packed) // TOKEN_BYTES - 1) // size - len(plan.matched)  # the last token is never found
-        if not promises or request.no_match or most * size < promises.min_tokens:
-            return False
-        digests = self._state.cut_store().index.following(plan.matched, plan.packed, request.salt, most)
-        last, count = promises.longest(digests, lambda table_id: self._state.keeps_up(table_id, now))
-        if not count or count * size < promises.min_tokens:
-            return False
-        promises.wait(lease.lease_id, last)
-        return True
-
-    def _extend(self, lease: Lease, request: ExtendRequest, now: float) -> Grant | Refusal:
-        store, table = self._state.cut_store(), lease.tables[request.table_id]
-        in_all = len(table.frames) + request.num_blocks
-        if in_all > store.num_blocks or request.num_blocks > store.available:
-            return self._refuse(lease, request.ref, in_all, store.available)
-        frames = self._state.extend_table(table, request.num_blocks, now)
-        return Grant(request.ref, table.table_id, 0, store.run(frames))
-
-    def _reserve(self, lease: Lease, request: ReserveRequest, now: float) -> Grant | Refusal:
-        store = self._state.cut_store()
-        in_all = len(lease.references) + request.num_blocks
-        if in_all > store.num_blocks or request.num_blocks > store.available:
-            return self._refuse(lease, request.ref, in_all, store.available)
-        frames = store.grant(request.num_blocks, (lease.lease_id,), now)
-        lease.references.update(dict.fromkeys(frames, 1))
-        ids = [self._state.new_id() for _ in range(request.num_tables)]
-        lease.reserved_ids.update(ids)
-        return Grant(request.ref, ids[0] if ids else 0, 0, store.run(frames), len(ids))
-
-    def _refuse(self, lease: Lease, ref: int, in_all: int, spare: int, matched: Sequence[int] = ()) -> Refusal:
-        store, available = self._state.cut_store(), len(matched) + spare
-        pinned = store.num_pinned_beside(matched)
-        self._state.counters.refused_requests += 1
-        if in_all > store.num_blocks:
-            return Refusal(ref, RefusalReason.REQUEST_TOO_LARGE, available, store.num_blocks, pinned)
-        self._workers.starve(lease, spare)
-        return Refusal(ref, RefusalReason.POOL_EXHAUSTED, available, store.num_blocks, pinned)

@@ -36,7 +36,6 @@ class BlockStore:
         "counters",
         "format",
         "index",
-        "num_returned",
     )
 
     def __init__(self, layout: PagedLayout, num_blocks: int, model_digest: bytes, counters: Counters) -> None:
@@ -47,7 +46,6 @@ class BlockStore:
         self.index = PrefixIndex(self.blocks, model_digest)
         self.counters = counters
         self.format = layout.format
-        self.num_returned = 0  # how often a block has become available
         self._entry_base = pack_entry(layout.format, 0, 0)
         self._entry_step = layout.units_per_block
 
@@ -127,7 +125,6 @@ class BlockStore:
         if self.blocks.holders[frame]:
             self.cached.keep(frame, retention)
             return
-        self.num_returned += self.cached.is_pinned(frame)
         self.cached.remove(frame)
         self.cached.keep(frame, retention)
         self.blocks.touched[frame] = now
@@ -143,7 +140,6 @@ class BlockStore:
         blocks.touched[frame] = now
         if not blocks.drop_reference(frame, holder):
             return
-        self.num_returned += 1
         if blocks.prefixes[frame]:
             incumbent = self.index.frames.get(blocks.digests[frame])
             if incumbent is None:

@@ -33,3 +33,8 @@ class Table:
     cached_tokens: int = 0
     arrival: float = 0.0  # of its request, on the host's monotonic clock
     kept: bytes | None = None
+    yielding_since: float | None = None  # when it was named as a victim
+
+    def suspend(self, kept: bytes) -> None:
+        """Its blocks are on their way back, and so it has yielded."""
+        self.kept, self.yielding_since = kept, None

@@ -277,6 +277,11 @@ class Usage:
     quarantined: int
     pinned: int = 0
 
+    @property
+    def available(self) -> int:
+        """Blocks that can be granted, if nobody claims them: free ones, and cached ones that are not pinned."""
+        return self.free + self.cached - self.pinned
+
 
 @dataclass(slots=True)
 class Counters:

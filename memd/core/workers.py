@@ -1,4 +1,4 @@
-"""Worker leases: their life, and the capacity news that they wait for.
+"""Worker leases: their life.
 
     attach --> LIVE --stream_broken--> DETACHED --reclaim--> LIVE
                 |                          |
@@ -12,30 +12,21 @@ quarantined, what it had sealed stays matchable, and neither is given to anybody
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from memd.core import errors
 from memd.core.clients import require_name
 from memd.core.lease import Lease
 from memd.core.state import PoolState
 from memd.core.values import LeaseState
+from memd.core.waiting import Waiting
 from pagepool.errors import invalid_field
-
-
-@dataclass(slots=True)
-class Starvation:
-    """A worker was refused: how often blocks had returned by then, and how many there were for it."""
-
-    num_returned: int
-    spare: int
 
 
 class WorkerLeases:
     """Leases that live by an Attach stream."""
 
-    def __init__(self, state: PoolState) -> None:
+    def __init__(self, state: PoolState, waiting: Waiting) -> None:
         self._state = state
-        self._starving: dict[int, Starvation] = {}
+        self._waiting = waiting
 
     def attach(self, worker_name: str, lock_file: str, timeout_s: float, now: float) -> Lease:
         """A new lease. The pool must have been cut."""
@@ -43,7 +34,7 @@ class WorkerLeases:
         if not lock_file:
             raise invalid_field("hello.lock_file", "empty", "the name of a locked file", "create and lock one")
         self._state.cut_store()
-        lease = Lease(self._state.new_id(), worker_name, timeout_s, now + timeout_s, lock_file)
+        lease = Lease(self._state.new_id(), worker_name, timeout_s, now + timeout_s, lock_file, stepped=now)
         self._state.leases[lease.lease_id] = lease
         return lease
 
@@ -91,7 +82,7 @@ class WorkerLeases:
         lease.answers.clear()
         for table_id in lease.tables:
             self._state.promises.drop(table_id)
-        self._starving.pop(lease.lease_id, None)
+        self._waiting.forget(lease.lease_id)
         self._state.counters.lost_leases += 1
         self._state.version += 1
 
@@ -103,7 +94,7 @@ class WorkerLeases:
 
     def end(self, lease: Lease, now: float) -> None:
         """End a lease whose process has let go of the pool: everything is released."""
-        self._starving.pop(lease.lease_id, None)
+        self._waiting.forget(lease.lease_id)
         self._state.end_lease(lease, now)
 
     def process_gone(self, lease_id: int, now: float) -> None:
@@ -120,36 +111,6 @@ class WorkerLeases:
         leases = self._state.leases.values()
         return [(one.lease_id, one.lock_file) for one in leases if one.is_worker and one.state is not LeaseState.LIVE]
 
-    def starve(self, lease: Lease, spare: int) -> None:
-        """Remember that a request was refused, though there were `spare` blocks for it."""
-        store = self._state.cut_store()
-        known = self._starving.get(lease.lease_id)
-        smallest = spare if known is None else min(spare, known.spare)
-        self._starving[lease.lease_id] = Starvation(store.num_returned, smallest)
-
-    def take_news(self) -> list[tuple[int, int]]:
-        """Live leases that were refused and have reason to ask again.
-
-        Blocks returned since, and there are more now; or the prefix that they wait for is there, or will not be.
-        """
-        woken = self._state.promises.take_woken(self._is_live, self._state.leases.__contains__)
-        if not (self._starving or woken):
-            return []
-        store = self._state.cut_store()
-        told = [
-            (lease_id, store.available)
-            for lease_id, hunger in self._starving.items()
-            if store.num_returned > hunger.num_returned and store.available > hunger.spare
-            if self._state.leases[lease_id].state is LeaseState.LIVE
-        ]
-        for lease_id, _ in told:
-            del self._starving[lease_id]
-        return told + [(lease_id, store.available) for lease_id in woken if (lease_id, store.available) not in told]
-
     def tick(self, now: float) -> None:
         """Wake those who wait for prefixes that nobody works on any more."""
         self._state.promises.tick(lambda table_id: self._state.keeps_up(table_id, now))
-
-    def _is_live(self, lease_id: int) -> bool:
-        lease = self._state.leases.get(lease_id)
-        return lease is not None and lease.state is LeaseState.LIVE

@@ -90,8 +90,8 @@ def evicts_the_newest(patch: pytest.MonkeyPatch) -> None:
 def evicts_what_it_matched(patch: pytest.MonkeyPatch) -> None:
     """Matched blocks that are cached count as room for the fresh ones."""
 
-    def plan(self: PoolState, request: TableRequest, packed: bytes) -> Plan:
-        made = original(self, request, packed)
+    def plan(self: PoolState, request: TableRequest, packed: bytes, withheld: int) -> Plan:
+        made = original(self, request, packed, withheld)
         made.spare = self.cut_store().available
         return made
 

@@ -41,6 +41,9 @@ requests = st.builds(
     ref=st.integers(0, 99),
     partial=st.booleans(),
     wait_for_prefix=st.booleans(),
+    priority=st.sampled_from([0, 0, 0, 1, -1]),
+    arrival=st.sampled_from([0.0, 0.0, 1.0, 2.0, 3.0]),
+    headroom=st.sampled_from([0, 0, 0, 1, 2]),
 )
 
 
@@ -151,7 +154,7 @@ class PoolMachine(RuleBasedStateMachine):
         for one in self.own_tables(lease)[-3:]:
             table = self.model.tables[one]
             room = len(table.blocks) * SIZE - len(table.tokens)
-            if room and data.draw(st.integers(0, 3)):
+            if room > 0 and data.draw(st.integers(0, 3)):
                 tail = data.draw(tails)[:room]
                 if self.model.workers.is_alone(table, len(tail)) or not data.draw(st.integers(0, 4)):
                     commits.append(Commit(one, tail))
@@ -159,7 +162,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def capacity_news(self) -> None:
-        assert self.pool.take_capacity_news() == self.model.workers.news()
+        assert dict(self.pool.take_capacity_news()) == self.model.waiting.news()
+        assert sorted(self.pool.victims.take_news()) == sorted(self.model.waiting.victim_news())
 
     @invariant()
     def pool_is_whole_and_equals_the_model(self) -> None:
@@ -190,7 +194,8 @@ class PoolMachine(RuleBasedStateMachine):
         tables = {}
         for listed in pool.tables_after(0, 1000, self.now):
             one = pool.table(listed.table_id, self.now)
-            tables[one.table_id] = (one.lease_id, list(one.blocks.block_ids), list(one.token_ids), one.cached_tokens)
+            held = (one.lease_id, list(one.blocks.block_ids), list(one.token_ids), one.cached_tokens)
+            tables[one.table_id] = (*held, one.suspended, one.priority)
         counts = (
             counters.allocated_blocks,
             counters.freed_blocks,
@@ -218,7 +223,10 @@ class PoolMachine(RuleBasedStateMachine):
             )
             for one, block in model.blocks.items()
         }
-        tables = {one: (table.lease, table.blocks, table.tokens, table.cached) for one, table in model.tables.items()}
+        tables = {
+            one: (table.lease, table.blocks, table.tokens, table.cached, table.suspended, table.priority)
+            for one, table in model.tables.items()
+        }
         names = ("allocated", "freed", "evicted", "hits", "refused", "lost", "merged", "remaps")
         states = Counter(state for _, state, *_ in blocks.values())
         pinned = sum(map(model.is_pinned, model.cached))

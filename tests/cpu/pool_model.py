@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from memd.core.values import TableRequest
 from pagekernels.layout import Format
@@ -16,6 +15,7 @@ from tests.cpu.pool_model_pins import Pins, Retention
 from tests.cpu.pool_model_prefixes import Prefixes
 from tests.cpu.pool_model_remaps import Remaps
 from tests.cpu.pool_model_values import SIZE, UNITS, ModelBlock, ModelLease, ModelTable, Refused
+from tests.cpu.pool_model_waiting import Waiting, Who
 from tests.cpu.pool_model_workers import Workers
 
 
@@ -32,12 +32,11 @@ class Model:
         self.leases: dict[int, ModelLease] = {}
         self.next_block = self.next_id = 1
         self.counts: Counter[str] = Counter()
-        self.starving: dict[int, tuple[int, int]] = {}
         self.kept: dict[int, Retention] = {}  # by block
         self.pins = Pins(self)
         self.order: dict[int, list[int]] = {}  # by lease: blocks it holds directly, in the order it first took them
         self.operations, self.clients, self.workers = Operations(self), Clients(self), Workers(self)
-        self.prefixes = Prefixes(self)
+        self.prefixes, self.waiting = Prefixes(self), Waiting(self)
         self.remaps = Remaps(self)
 
     @property
@@ -88,7 +87,6 @@ class Model:
         block.holders.remove(holder)
         if block.holders:
             return
-        self.counts["returned"] += 1
         if block.prefix is not None and self.index.setdefault(block.prefix, one) == one:
             self.cached.append(one)
         else:
@@ -138,26 +136,42 @@ class Model:
                 self.counts["evicted"] += 1
                 self.drop(first)
 
-    def try_table(self, lease: int, request: TableRequest) -> tuple[int, int, Any]:
-        """(spare, matched, granted table id or None)."""
+    def with_own(self, request: TableRequest) -> TableRequest:
+        """A resumed table has tokens and salt of its own."""
+        again = self.tables.get(request.resume_table_id)
+        return request if again is None else dataclasses.replace(request, token_ids=again.tokens, salt=again.salt)
+
+    def found(self, request: TableRequest, who: Who | None) -> tuple[list[int], int]:
+        """What matches, and how many fresh blocks there are beside it."""
         matched = self.match(request)
+        spare = self.available - self.waiting.claimed(who) - sum(map(self.is_spare, matched))
+        return matched, spare - (request.headroom if self.waiting.is_in_use() else 0)
+
+    def try_table(self, lease: int, request: TableRequest, now: float, who: Who | None) -> int | None:
+        """The id of the granted table."""
+        again = self.tables.get(request.resume_table_id)
+        matched, spare = self.found(request, who)
         fresh = max(request.num_blocks - len(matched), 0)
-        spare = self.available - sum(map(self.is_spare, matched))
-        if request.num_blocks > self.total or fresh > spare:
-            return spare, len(matched), None
-        table_id, self.next_id = self.next_id, self.next_id + 1
+        need = fresh + sum(map(self.is_spare, matched))
+        if request.num_blocks > self.total or (fresh > spare and need):
+            return None
+        table_id = request.resume_table_id or self.next_id
+        self.next_id += not request.resume_table_id
         source, run = self.prefixes.part(request, matched, fresh, spare)
         for one in matched:
             self.hold(one, (lease, table_id))
         self.prefixes.hold(lease, table_id, source)
-        if not request.no_match:
+        if not request.no_match and again is None:
             self.counts["hits"] += len(matched) * SIZE + run
         blocks = matched + self.grant(fresh, (lease, table_id))
         tokens = list(request.token_ids[: len(matched) * SIZE + run])
         if run:
             self.blocks[blocks[len(matched)]].tokens = tokens[len(matched) * SIZE :]
-        self.tables[table_id] = ModelTable(lease, request.salt, blocks, tokens, len(tokens))
-        return spare, len(matched), table_id
+        made = ModelTable(lease, request.salt, blocks, tokens, len(tokens), request.priority, request.arrival or now)
+        if again is not None:
+            made.priority, made.arrival = again.priority, again.arrival
+        self.tables[table_id] = made
+        return table_id
 
     def drop_table(self, table_id: int) -> None:
         table = self.tables[table_id]
@@ -175,17 +189,15 @@ class Model:
                 self.release(one, (lease_id, 0))
         self.remaps.forget(lease_id, self.leases[lease_id].unread[::-1])
         del self.leases[lease_id]
-        self.starving.pop(lease_id, None)
+        self.waiting.forget(lease_id)
 
     def keep(self, one: int, retention: Retention | None) -> None:
-        was = self.is_pinned(one)
         self.kept.pop(one, None)
         if retention is not None:
             self.kept[one] = retention
         if one in self.cached:
             self.cached.remove(one)
             self.cached.append(one)
-            self.counts["returned"] += was
 
     def entry(self, one: int) -> int:
         return self.run([one])[1][0]

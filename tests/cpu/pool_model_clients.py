@@ -32,7 +32,7 @@ class Clients:
             raise Refused(Reason.INVALID_FIELD)
         one, copies = 0, []
         if self.model.operations.must_copy(table, count):
-            self.model.require(1, 1, self.model.available)
+            self.model.require(1, 1, self.model.waiting.spare(None))
             (one,) = self.model.grant(1, (lease_id, 0))
             self.model.leases[lease_id].reserve.append(one)
             self.model.order[lease_id].append(one)
@@ -42,7 +42,7 @@ class Clients:
 
     def client_copies(self, lease_id: int, ids: Sequence[int], now: float) -> Any:
         self.readable(lease_id, ids, now)
-        spare = self.model.available - sum(map(self.model.is_spare, set(ids)))
+        spare = self.model.waiting.spare(None) - sum(map(self.model.is_spare, set(ids)))
         self.model.require(len(ids), len(ids), spare)
         spared = [one for one in dict.fromkeys(ids) if one in self.model.cached]
         for one in spared:
@@ -83,7 +83,7 @@ class Clients:
 
     def allocate(self, lease_id: int, count: int, now: float) -> Any:
         self.client(lease_id, now)
-        self.model.require(count, count, self.model.available)
+        self.model.require(count, count, self.model.waiting.spare(None))
         ids = self.model.grant(count, (lease_id, 0))
         self.model.order[lease_id] += ids
         return self.model.run(ids)
@@ -109,9 +109,11 @@ class Clients:
 
     def create_table(self, lease_id: int, request: TableRequest, now: float) -> Any:
         self.client(lease_id, now)
-        spare, matched, table_id = self.model.try_table(lease_id, request)
+        matched, spare = self.model.found(request, None)
+        table_id = self.model.try_table(lease_id, request, now, None)
         if table_id is None:
-            self.model.require(request.num_blocks, request.num_blocks - matched, spare)
+            self.model.require(request.num_blocks, max(request.num_blocks - len(matched), 0), spare)
+            raise AssertionError("a table is refused that there is room for")
         return table_id, *self.model.run(self.model.tables[table_id].blocks), self.model.tables[table_id].cached
 
     def own_table(self, lease_id: int, table_id: int, now: float) -> ModelTable:
@@ -124,7 +126,7 @@ class Clients:
 
     def extend_table(self, lease_id: int, table_id: int, count: int, now: float) -> Any:
         table = self.own_table(lease_id, table_id, now)
-        self.model.require(len(table.blocks) + count, count, self.model.available)
+        self.model.require(len(table.blocks) + count, count, self.model.waiting.spare(None))
         ids = self.model.grant(count, (lease_id, table_id))
         table.blocks += ids
         return self.model.run(ids)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from memd.core.operations import CopyOnWrite, Fork, Release, TableOperation, Take, Truncate
+from memd.core.operations import CopyOnWrite, Fork, Release, Suspend, TableOperation, Take, Truncate
 from memd.core.values import Step
 from tests.cpu.pool_model_values import SIZE, ModelLease, ModelTable
 
@@ -36,12 +36,25 @@ class Operations:
                 self.truncate(table_id, count, one)
             case Release(table_id):
                 self.model.drop_table(table_id)
+            case Suspend(table_id, more):
+                self.suspend(table_id, more)
 
     def fork(self, table_id: int, new_id: int) -> None:
         table = self.model.tables[table_id]
         for one in table.blocks:
             self.model.hold(one, (table.lease, new_id))
-        self.model.tables[new_id] = dataclasses.replace(table, blocks=[*table.blocks], tokens=[*table.tokens])
+        self.model.tables[new_id] = dataclasses.replace(
+            table, blocks=[*table.blocks], tokens=[*table.tokens], yielding=None
+        )
+
+    def suspend(self, table_id: int, more: Sequence[int]) -> None:
+        table = self.model.tables[table_id]
+        for one in reversed(table.blocks):
+            self.model.release(one, (table.lease, table_id))
+        self.model.prefixes.copied(table_id)
+        self.model.prefixes.drop(table_id)
+        table.blocks, table.cached, table.suspended, table.yielding = [], 0, True, None
+        table.tokens += more
 
     def spend(self, lease_id: int, one: int, holder: tuple[int, int]) -> None:
         """A block of the reserve gets another holder."""
@@ -65,7 +78,7 @@ class Operations:
             new.prefix, new.identity, new.parent = old.prefix, old.identity, old.parent
 
     def must_copy(self, table: ModelTable, count: int) -> bool:
-        if count % SIZE == 0 or count == len(table.tokens):
+        if count % SIZE == 0 or count == len(table.tokens) or table.suspended:
             return False
         cut = self.model.blocks[table.blocks[count // SIZE]]
         return cut.prefix is not None or len(cut.holders) > 1
@@ -86,7 +99,7 @@ class Operations:
     def can(self, lease_id: int, operation: TableOperation) -> bool:
         lease = self.model.leases[lease_id]
         table = self.model.tables.get(operation.table_id)
-        if table is None or table.lease != lease_id:
+        if table is None or table.lease != lease_id or (table.suspended and not isinstance(operation, Release)):
             return False
         match operation:
             case Fork(_, new_id):

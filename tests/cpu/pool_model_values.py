@@ -41,8 +41,12 @@ class ModelTable:
     lease: int
     salt: bytes
     blocks: list[int]
-    tokens: list[int]
+    tokens: list[int]  # of a suspended one, those that are kept for it
     cached: int
+    priority: int = 0
+    arrival: float = 0.0
+    suspended: bool = False
+    yielding: float | None = None  # since when
 
 
 @dataclass
@@ -57,6 +61,7 @@ class ModelLease:
     replaying: bool = False
     reserve: list[int] = field(default_factory=list)  # block ids
     ids: list[int] = field(default_factory=list)  # of tables to come
+    stepped: float = 0.0
     listens: bool = False
     unread: list[Remap] = field(default_factory=list)  # not acknowledged
     news: list[Remap] = field(default_factory=list)  # of these, not told on this stream

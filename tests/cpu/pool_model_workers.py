@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from memd.core.lease import MAX_REPLAYED_STEPS
 from memd.core.values import ExtendRequest, LeaseState, RefusalReason, ReserveRequest, Step, TableRequest
 from pagepool.errors import Reason
 from tests.cpu.pool_model_values import SIZE, TIMEOUT, ModelLease, ModelTable, Refused
+from tests.cpu.pool_model_waiting import LAST, Who
 
 if TYPE_CHECKING:
     from tests.cpu.pool_model import Model
@@ -31,7 +33,7 @@ class Workers:
 
     def lose(self, lease_id: int) -> None:
         self.model.leases[lease_id].state = LeaseState.LOST
-        self.model.starving.pop(lease_id, None)
+        self.model.waiting.forget(lease_id)
         for table_id in [one for one, table in self.model.tables.items() if table.lease == lease_id]:
             self.model.prefixes.drop(table_id)
         self.model.counts["lost"] += 1
@@ -48,8 +50,9 @@ class Workers:
                 self.lose_late(reclaim[1], now)
                 if lease.state is not LeaseState.LOST:
                     lease.state, lease.deadline, lease.replaying = LeaseState.LIVE, now + TIMEOUT, True
+                    self.model.waiting.attached(reclaim[1])
                     return reclaim[1], True
-        return self.model.new_lease(ModelLease(True, TIMEOUT, now + TIMEOUT, lock)), False
+        return self.model.new_lease(ModelLease(True, TIMEOUT, now + TIMEOUT, lock, stepped=now)), False
 
     def step(self, lease_id: int, step: Step, now: float) -> Any:
         lease = self.worker(lease_id, now)
@@ -65,11 +68,23 @@ class Workers:
         self.apply(lease_id, step)
         self.model.remaps.merge(self.sealed, now)
         self.model.remaps.acknowledge(lease_id, step.acknowledged, now)
-        answers = [self.answer_create(lease_id, create) for create in step.creates]
-        answers += [self.answer_extend(lease_id, extend) for extend in step.extends]
-        answers += [self.answer_reserve(lease_id, reserve) for reserve in step.reserves]
-        lease.answers[step.step_id] = answers
+        self.model.waiting.expire(now)
+        answers = self.answer(lease_id, step, now)
+        lease.answers[step.step_id], lease.stepped = answers, now
         return answers
+
+    def answer(self, lease_id: int, step: Step, now: float) -> Any:
+        urgent = [reserve for reserve in step.reserves if reserve.for_table_id]
+        if urgent:
+            self.model.waiting.anew(lease_id, grows=True)
+        answers = [self.answer_reserve(lease_id, reserve, now) for reserve in urgent]
+        if step.creates:
+            self.model.waiting.anew(lease_id, grows=False)
+        answers += [self.answer_create(lease_id, create, now) for create in step.creates]
+        answers += [self.answer_extend(lease_id, extend) for extend in step.extends]
+        rest = [reserve for reserve in step.reserves if not reserve.for_table_id]
+        answers += [self.answer_reserve(lease_id, reserve, now) for reserve in rest]
+        return sorted(answers, key=itemgetter(1))
 
     def apply(self, lease_id: int, step: Step) -> bool:
         self.sealed: list[int] = []
@@ -80,18 +95,27 @@ class Workers:
             self.model.prefixes.copied(commit.table_id)
             self.model.prefixes.sealed(commit.table_id, num_full)
         done = self.model.operations.operates(lease_id, step)
-        own = [one for one, table in self.model.tables.items() if table.lease == lease_id]
-        return done and all(extend.table_id in own for extend in step.extends)
+        own = {one: table for one, table in self.model.tables.items() if table.lease == lease_id}
+        growing = [extend.table_id for extend in step.extends]
+        growing += [reserve.for_table_id for reserve in step.reserves if reserve.for_table_id]
+        resumed = [create.resume_table_id for create in step.creates if create.resume_table_id]
+        return (
+            done
+            and all(one in own and not own[one].suspended for one in growing)
+            and all(one in own and own[one].suspended for one in resumed)
+            and len(set(resumed)) == len(resumed)
+        )
 
     def lawful(self, lease_id: int, step: Step) -> bool:
         """Tried on a copy: what an operation needs, another one before it may have made."""
-        tried = step.operations or step.releases or step.frees or step.extends
+        tried = step.operations or step.releases or step.frees or step.extends or step.reserves or step.creates
         if step.acknowledged > self.model.leases[lease_id].last_remap or not self.commits_are_lawful(lease_id, step):
             return False
         return not tried or self.model.trial().workers.apply(lease_id, step)
 
     def commits_are_lawful(self, lease_id: int, step: Step) -> bool:
-        own = {one: table for one, table in self.model.tables.items() if table.lease == lease_id}
+        tables = self.model.tables.items()
+        own = {one: table for one, table in tables if table.lease == lease_id and not table.suspended}
         written: Counter[int] = Counter()
         for commit in step.commits:
             written[commit.table_id] += len(commit.token_ids)
@@ -99,6 +123,7 @@ class Workers:
             all(one in own for one in written)
             and all(len(own[one].tokens) + count <= len(own[one].blocks) * SIZE for one, count in written.items())
             and all(self.is_alone(own[one], count) for one, count in written.items())
+            and not any(create.resume_table_id and create.token_ids for create in step.creates)
             and not any(extend.num_blocks < 1 for extend in step.extends)
             and not any(max(reserve.num_blocks, reserve.num_tables) < 1 for reserve in step.reserves)
         )
@@ -109,32 +134,44 @@ class Workers:
         written = table.blocks[len(table.tokens) // SIZE : -(-end // SIZE)] if count else []
         return all(len(self.model.blocks[one].holders) == 1 for one in written)
 
-    def answer_create(self, lease_id: int, request: TableRequest) -> Any:
-        found = self.model.match(request)
-        if self.model.prefixes.awaits(lease_id, request, len(found)):
-            spare = self.model.available - sum(map(self.model.is_spare, found))
-            return "refusal", request.ref, RefusalReason.PREFIX_PENDING, len(found) + spare
-        spare, matched, table_id = self.model.try_table(lease_id, request)
+    def answer_create(self, lease_id: int, request: TableRequest, now: float) -> Any:
+        waiting, again = self.model.waiting, request.resume_table_id
+        rank = waiting.rank(again) if again else (-request.priority, request.arrival or now, self.model.next_id)
+        who, request = Who(lease_id, again, rank, grows=False), self.model.with_own(request)
+        headroom = request.headroom if waiting.is_in_use() else 0
+        matched, spare = self.model.found(request, who)
+        available = len(matched) + max(spare, 0)
+        if self.model.prefixes.awaits(lease_id, request, len(matched)):
+            return "refusal", request.ref, RefusalReason.PREFIX_PENDING, available
+        fresh = max(request.num_blocks - len(matched), 0)
+        table_id = self.model.try_table(lease_id, request, now, who)
         if table_id is None:
-            return self.refuse(lease_id, request.ref, request.num_blocks, matched, spare)
-        self.model.prefixes.promise(table_id, request, matched, max(request.num_blocks - matched, 0))
+            if request.num_blocks <= self.model.total:
+                waiting.claim_table(who, fresh - spare, now)
+            enough = fresh - spare <= headroom
+            return self.refuse(request.ref, who, request.num_blocks, available, for_headroom=enough)
+        self.model.prefixes.promise(table_id, request, len(matched), fresh)
         table = self.model.tables[table_id]
         source = self.model.prefixes.entry(table_id)
         return "grant", request.ref, table_id, table.cached, *self.model.run(table.blocks), 0, source
 
     def answer_extend(self, lease_id: int, request: ExtendRequest) -> Any:
-        table = self.model.tables[request.table_id]
-        if request.num_blocks > self.model.available or len(table.blocks) + request.num_blocks > self.model.total:
-            return self.refuse(lease_id, request.ref, len(table.blocks) + request.num_blocks, 0, self.model.available)
+        table, waiting = self.model.tables[request.table_id], self.model.waiting
+        who = Who(lease_id, request.table_id, waiting.rank(request.table_id), grows=True)
+        if request.num_blocks > waiting.spare(who) or len(table.blocks) + request.num_blocks > self.model.total:
+            return self.refuse(request.ref, who, len(table.blocks) + request.num_blocks, waiting.spare(who))
         ids = self.model.grant(request.num_blocks, (lease_id, request.table_id))
         table.blocks += ids
         return "grant", request.ref, request.table_id, 0, *self.model.run(ids), 0, None
 
-    def answer_reserve(self, lease_id: int, request: ReserveRequest) -> Any:
-        lease = self.model.leases[lease_id]
+    def answer_reserve(self, lease_id: int, request: ReserveRequest, now: float) -> Any:
+        lease, waiting, table = self.model.leases[lease_id], self.model.waiting, request.for_table_id
+        who = Who(lease_id, table, waiting.rank(table) if table else LAST, grows=True)
         in_all = len(lease.reserve) + request.num_blocks
-        if request.num_blocks > self.model.available or in_all > self.model.total:
-            return self.refuse(lease_id, request.ref, in_all, 0, self.model.available)
+        if request.num_blocks > waiting.spare(who) or in_all > self.model.total:
+            if table and in_all <= self.model.total:
+                waiting.claim_growth(who, request.num_blocks, now)
+            return self.refuse(request.ref, who, in_all, waiting.spare(who))
         blocks = self.model.grant(request.num_blocks, (lease_id, 0))
         lease.reserve += blocks
         self.model.order[lease_id] += blocks
@@ -143,28 +180,12 @@ class Workers:
         lease.ids += ids
         return "grant", request.ref, ids[0] if ids else 0, 0, *self.model.run(blocks), len(ids), None
 
-    def refuse(self, lease_id: int, ref: int, in_all: int, matched: int, spare: int) -> Any:
+    def refuse(self, ref: int, who: Who, in_all: int, found: int, *, for_headroom: bool = False) -> Any:
         self.model.counts["refused"] += 1
         if in_all <= self.model.total:
-            least = min(spare, self.model.starving.get(lease_id, (0, spare))[1])
-            self.model.starving[lease_id] = (self.model.counts["returned"], least)
-            return "refusal", ref, RefusalReason.POOL_EXHAUSTED, matched + spare
-        return "refusal", ref, RefusalReason.REQUEST_TOO_LARGE, matched + spare
-
-    def news(self) -> list[tuple[int, int]]:
-        told = [
-            (lease, self.model.available)
-            for lease, (returned, spare) in self.model.starving.items()
-            if self.model.counts["returned"] > returned
-            and self.model.available > spare
-            and self.model.leases[lease].state is LeaseState.LIVE
-        ]
-        for lease, _ in told:
-            del self.model.starving[lease]
-        live = {one for one, lease in self.model.leases.items() if lease.state is LeaseState.LIVE}
-        woken, known = self.model.prefixes.woken & live, {lease for lease, _ in told}
-        self.model.prefixes.woken &= set(self.model.leases) - live
-        return told + [(lease, self.model.available) for lease in sorted(woken - known)]
+            self.model.waiting.refuse(who, for_headroom=for_headroom)
+            return "refusal", ref, RefusalReason.POOL_EXHAUSTED, found
+        return "refusal", ref, RefusalReason.REQUEST_TOO_LARGE, found
 
     def process_gone(self, lease_id: int) -> None:
         lease = self.model.leases.get(lease_id)
@@ -174,6 +195,7 @@ class Workers:
 
     def tick(self, now: float) -> list[tuple[int, LeaseState]]:
         self.model.pins.tick(now)
+        self.model.waiting.expire(now)
         late = [
             one for one, lease in self.model.leases.items() if now >= lease.due and lease.state is not LeaseState.LOST
         ]

@@ -44,7 +44,7 @@ class ClientRules(PoolMachine):
 
     @rule(request=requests, data=st.data())
     def create_table(self, request: TableRequest, data: st.DataObject) -> None:
-        lease, request = self.client(data), dataclasses.replace(request, partial=False)
+        lease, request = self.client(data), dataclasses.replace(request, partial=False, headroom=0)
 
         def actual() -> Any:
             table = self.pool.create_table(lease, request, self.now)

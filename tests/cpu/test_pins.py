@@ -106,7 +106,7 @@ def test_a_prefix_that_is_kept_whole_is_never_found_without_its_head(pool: Pool)
     pool.tick(2.0)
     client = pool.create_lease("client", 3600.0, 2.0).lease_id
     for free in range(13, 16):
-        pool.allocate_blocks(client, free - (pool.num_blocks - pool.available_blocks), 2.0)
+        pool.allocate_blocks(client, free - (pool.num_blocks - pool.usage().available), 2.0)
         found = len(kept(pool, ANN, 2.0))
         assert found == 16 - free, "eaten from its end"
 

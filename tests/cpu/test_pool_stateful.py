@@ -51,10 +51,13 @@ from tests.cpu.pool_rules_operations import OperationRules
 from tests.cpu.pool_rules_pins import PinRules
 from tests.cpu.pool_rules_prefixes import PrefixRules
 from tests.cpu.pool_rules_remaps import RemapRules
+from tests.cpu.pool_rules_waiting import WaitingRules
 from tests.cpu.pool_rules_workers import WorkerRules
 
 
-class PoolCommands(LeaseRules, ClientRules, PinRules, WorkerRules, OperationRules, PrefixRules, RemapRules):
+class PoolCommands(
+    LeaseRules, ClientRules, PinRules, WorkerRules, OperationRules, PrefixRules, RemapRules, WaitingRules
+):
     """Every command of the pool."""
 
 

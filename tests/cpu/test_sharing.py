@@ -166,13 +166,13 @@ def test_a_fork_outlives_the_table_it_was_forked_from(pool: Pool, client: int) -
 def test_a_pinned_prefix_that_is_matched_costs_no_room(pool: Pool, client: int) -> None:
     serve(pool, A)
     pool.prefixes.pin(PinRequest(A, 10.0, pinned=True), 0.0)
-    assert pool.available_blocks == 4
+    assert pool.usage().available == 4
     table = pool.create_table(client, TableRequest([*A, 0], 8), 0.0)
-    assert (table.cached_tokens, pool.available_blocks) == (4 * B, 0)
+    assert (table.cached_tokens, pool.usage().available) == (4 * B, 0)
     pool.release_table(client, table.table_id, 0.0)
-    assert pool.available_blocks == 4
+    assert pool.usage().available == 4
     pool.tick(10.0)
-    assert pool.available_blocks == 8
+    assert pool.usage().available == 8
     pool.check()
 
 

@@ -2,53 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from memd.core import draft
-from memd.core.geometry import Geometry
 from memd.core.operations import CopyOnWrite, Fork, Release, ReserveRequest, Suspend, TableOperation, Take, Truncate
 from memd.core.pool import Pool
-from memd.core.values import Commit, ExtendRequest, LeaseState, PinRequest, Step, StepOutcome, TableRequest
-from pagekernels.layout import Format, LayerShape
+from memd.core.values import Commit, ExtendRequest, LeaseState, PinRequest, Step, TableRequest
 from pagepool.errors import PagepoolError, Reason
+from tests.cpu.core_worker import B, Worker, make_pool
 
-B = 8
 TOTAL = 8
-GEOMETRY = Geometry((LayerShape(1, 8, 8),), Format.BF16, False, 1, b"w" * 32, "model")
-
-
-class Worker:
-    """A worker's steps, numbered."""
-
-    def __init__(self, pool: Pool, name: str = "one") -> None:
-        self.pool = pool
-        self.lease = pool.attach(name, name, 100.0, 0.0).lease.lease_id
-        self.steps = 0
-
-    def step(self, now: float = 1.0, **words: Any) -> StepOutcome:
-        self.steps += 1
-        outcome = self.pool.step(self.lease, Step(self.steps, **words), now)
-        self.pool.check()
-        return outcome
-
-    def table(self, tokens: Sequence[int], num_blocks: int, **more: Any) -> int:
-        """A table with these tokens committed as far as they were not found."""
-        (grant,) = self.step(creates=[TableRequest(tokens, num_blocks, **more)]).grants
-        self.step(commits=[Commit(grant.table_id, tokens[grant.cached_tokens :])])
-        return grant.table_id
-
-    def suspend(self, table_id: int, *tokens: int) -> None:
-        self.step(operations=[Suspend(table_id, tokens)])
 
 
 @pytest.fixture
 def pool() -> Pool:
-    made = Pool(7, B, 1 << 30, TOTAL)
-    made.declare(GEOMETRY)
-    return made
+    return make_pool(TOTAL)
 
 
 @pytest.fixture
@@ -187,7 +158,7 @@ def test_pinned_blocks_stay_pinned_while_their_table_is_suspended(pool: Pool, wo
     table = worker.table(PROMPT, 3)
     pool.prefixes.pin(PinRequest(PROMPT, 50.0, pinned=True), 1.0)
     worker.suspend(table)
-    assert (pool.usage().pinned, pool.available_blocks) == (2, TOTAL - 2)
+    assert (pool.usage().pinned, pool.usage().available) == (2, TOTAL - 2)
     (grant,) = worker.step(creates=[TableRequest((), 3, resume_table_id=table)]).grants
     assert grant.cached_tokens == 2 * B
 

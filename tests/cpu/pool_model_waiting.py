@@ -1,0 +1,165 @@
+"""The model's answer where blocks are short: who is ahead of whom, who has to yield, who hears of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memd.core.values import LeaseState
+from memd.core.victims import YIELD_S
+from memd.core.waiting import CLAIM_S
+
+if TYPE_CHECKING:
+    from tests.cpu.pool_model import Model
+
+Rank = tuple[float, float, int]
+LAST: Rank = (float("inf"), float("inf"), 0)
+
+
+@dataclass(frozen=True)
+class Who:
+    lease: int
+    table: int  # 0 for one to come
+    rank: Rank
+    grows: bool
+
+
+@dataclass(frozen=True)
+class ModelClaim:
+    who: Who
+    count: int
+    until: float
+
+
+class Waiting:
+    """Everything is kept as it happened; whether it still counts is found out when it is asked for."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.claims: list[ModelClaim] = []
+        self.refused: list[tuple[Who, int, bool]] = []  # what there was, and whether headroom alone was missing
+        self.untold: list[int] = []
+
+    def rank(self, table_id: int) -> Rank:
+        table = self.model.tables[table_id]
+        return -table.priority, table.arrival, table_id
+
+    def is_live(self, lease_id: int) -> bool:
+        return lease_id in self.model.leases and self.model.leases[lease_id].state is LeaseState.LIVE
+
+    def is_valid(self, who: Who) -> bool:
+        if not self.is_live(who.lease) or not who.table:
+            return self.is_live(who.lease)
+        return who.table in self.model.tables and self.model.tables[who.table].suspended != who.grows
+
+    def claimed(self, who: Who | None) -> int:
+        return sum(claim.count for claim in self.claims if self.is_valid(claim.who) and self.is_ahead(claim.who, who))
+
+    @staticmethod
+    def is_ahead(one: Who, other: Who | None) -> bool:
+        if other is None:
+            return True
+        grows_first = other.grows and not one.grows and other.rank[0] == one.rank[0]
+        return one.rank < other.rank and not grows_first
+
+    def spare(self, who: Who | None) -> int:
+        return max(self.model.available - self.claimed(who), 0)
+
+    def anew(self, lease_id: int, *, grows: bool) -> None:
+        self.claims = [one for one in self.claims if (one.who.lease, one.who.grows) != (lease_id, grows)]
+
+    def claim(self, who: Who, count: int, until: float) -> None:
+        former = [one for one in self.claims if (one.who.lease, one.who.grows) == (who.lease, who.grows)]
+        if not former or who.rank <= former[0].who.rank:
+            self.anew(who.lease, grows=who.grows)
+            self.claims.append(ModelClaim(who, min(count, self.model.total), until))
+
+    def claim_growth(self, who: Who, count: int, now: float) -> None:
+        if self.model.tables[who.table].yielding is not None:
+            return
+        lease = self.model.leases[who.lease]
+        missing = count - (self.model.available - self.claimed(who))
+        self.claim(who, count, now + max(CLAIM_S, min(2 * (now - lease.stepped), lease.ttl)))
+        candidates = [one for one in self.candidates() if self.rank(one) > who.rank]
+        chosen = self.choose(candidates, missing, now)
+        if not candidates and self.freed(self.yielding(now)) < missing:
+            chosen = [who.table]
+        self.name(chosen, now)
+
+    def claim_table(self, who: Who, missing: int, now: float) -> None:
+        self.claim(who, missing + self.model.available - self.claimed(who), now + CLAIM_S)
+        candidates = [one for one in self.candidates() if self.rank(one)[0] > who.rank[0]]
+        if self.freed(self.yielding(now) | set(candidates)) >= missing:
+            self.name(self.choose(candidates, missing, now), now)
+
+    def candidates(self) -> list[int]:
+        tables = self.model.tables
+        can = [
+            one
+            for one, table in tables.items()
+            if self.is_live(table.lease) and self.model.leases[table.lease].worker
+            if table.blocks and table.yielding is None
+        ]
+        return sorted(can, key=self.rank, reverse=True)
+
+    def yielding(self, now: float) -> set[int]:
+        tables = self.model.tables.items()
+        since = {one: table.yielding for one, table in tables if self.is_live(table.lease)}
+        return {one for one, when in since.items() if when is not None and now - when < YIELD_S}
+
+    def freed(self, tables: set[int]) -> int:
+        """Blocks that would be available if these tables went, and not as it is."""
+        blocks = [one for one, block in self.model.blocks.items() if block.holders and not self.model.is_pinned(one)]
+        return sum({table for _, table in self.model.blocks[one].holders} <= tables for one in blocks)
+
+    def choose(self, candidates: list[int], missing: int, now: float) -> list[int]:
+        before = self.yielding(now)
+        chosen: list[int] = []
+        while self.freed(before | set(chosen)) < missing and len(chosen) < len(candidates):
+            chosen.append(candidates[len(chosen)])
+        there = before | set(chosen)
+        gone = [one for one, block in self.model.blocks.items() if block.holders and not self.model.is_pinned(one)]
+        gone = [one for one in gone if {table for _, table in self.model.blocks[one].holders} <= there]
+        return [one for one in chosen if set(gone) & set(self.model.tables[one].blocks)]
+
+    def name(self, tables: list[int], now: float) -> None:
+        for one in tables:
+            self.model.tables[one].yielding = now
+        self.untold += tables
+
+    def attached(self, lease_id: int) -> None:
+        own = [one for one, table in self.model.tables.items() if table.lease == lease_id]
+        self.untold += [one for one in own if self.model.tables[one].yielding is not None]
+
+    def victim_news(self) -> list[tuple[int, int]]:
+        tables = self.model.tables
+        told = [one for one in self.untold if one in tables and tables[one].yielding is not None]
+        self.untold = []
+        return [(tables[one].lease, one) for one in told if self.is_live(tables[one].lease)]
+
+    def is_in_use(self) -> bool:
+        leases = self.model.leases
+        return any(table.blocks for table in self.model.tables.values() if leases[table.lease].state != LeaseState.LOST)
+
+    def refuse(self, who: Who, *, for_headroom: bool = False) -> None:
+        self.refused.append((who, self.spare(who), for_headroom))
+
+    def news(self) -> dict[int, int]:
+        """By lease that has reason to ask again: what there is for it."""
+        told: dict[int, int] = {}
+        for who, spare, for_headroom in self.refused:
+            if self.is_live(who.lease) and (self.spare(who) > spare or (for_headroom and not self.is_in_use())):
+                told[who.lease] = max(told.get(who.lease, 0), self.spare(who))
+        self.refused = [one for one in self.refused if one[0].lease not in told]
+        live, prefixes = set(filter(self.is_live, self.model.leases)), self.model.prefixes
+        for lease_id in prefixes.woken & live:
+            told.setdefault(lease_id, self.model.available)
+        prefixes.woken &= set(self.model.leases) - live
+        return told
+
+    def expire(self, now: float) -> None:
+        self.claims = [one for one in self.claims if now < one.until and self.is_valid(one.who)]
+
+    def forget(self, lease_id: int) -> None:
+        self.refused = [one for one in self.refused if one[0].lease != lease_id]
+        self.claims = [one for one in self.claims if one.who.lease != lease_id]

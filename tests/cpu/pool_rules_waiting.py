@@ -1,0 +1,56 @@
+"""Rules: tables that are suspended and resumed, and workers that wait for blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+
+from memd.core.operations import ReserveRequest, Suspend
+from memd.core.values import LeaseState, Step, TableRequest
+from tests.cpu.pool_machine import PoolMachine
+
+
+class WaitingRules(PoolMachine):
+    @rule(blocks=st.integers(1, 4), more=st.integers(0, 1), now=st.booleans(), data=st.data())
+    def table_cannot_go_on(self, blocks: int, more: int, now: bool, data: st.DataObject) -> None:
+        """It asks, and perhaps for less beside it; the news is heard now or later."""
+        lease = self.worker(data)
+        reserves = [ReserveRequest(blocks, 0, 5, data.draw(self.tables(lease)))]
+        self.send(lease, Step(self.next_step(lease), reserves=[*reserves, ReserveRequest(1, 1, 6)][: 1 + more]))
+        if now:
+            self.capacity_news()
+
+    @rule(data=st.data())
+    def victims_yield(self, data: st.DataObject) -> None:
+        """As well-behaved workers do, all or some."""
+        for one, table in list(self.model.tables.items()):
+            named = table.yielding is not None and self.model.leases[table.lease].state is LeaseState.LIVE
+            if named and self.now < self.model.leases[table.lease].deadline and data.draw(st.integers(0, 3)):
+                self.suspend(table.lease, one, data)
+        self.capacity_news()
+
+    @rule(data=st.data())
+    def worker_suspends(self, data: st.DataObject) -> None:
+        lease = self.worker(data)
+        self.suspend(lease, data.draw(self.tables(lease)), data)
+
+    def suspend(self, lease: int, table_id: int, data: st.DataObject) -> None:
+        commits = self.some_commits(data, lease)
+        tokens = [7] * data.draw(st.integers(0, 2))
+        self.send(lease, Step(self.next_step(lease), commits, operations=[Suspend(table_id, tokens)]))
+
+    @rule(blocks=st.integers(0, 5), headroom=st.integers(0, 2), wrong=st.integers(0, 19), data=st.data())
+    def worker_resumes(self, blocks: int, headroom: int, wrong: int, data: st.DataObject) -> None:
+        suspended = {one: table for one, table in self.model.tables.items() if table.suspended}
+        leases = [table.lease for table in suspended.values() if self.model.waiting.is_live(table.lease)]
+        lease = data.draw(st.sampled_from(leases)) if leases else self.worker(data)
+        own = [one for one, table in suspended.items() if table.lease == lease]
+        table_id = data.draw(st.sampled_from(own)) if own and wrong else data.draw(self.tables(lease))
+        tokens = [1] if wrong == 1 else []
+        no_match, partial = data.draw(st.integers(0, 4)) == 0, data.draw(st.booleans())
+        request = TableRequest(tokens, blocks, no_match=no_match, partial=partial, headroom=headroom)
+        resume = dataclasses.replace(request, ref=1, resume_table_id=table_id)
+        creates = [resume, request] if data.draw(st.booleans()) else [resume]
+        self.send(lease, Step(self.next_step(lease), creates=creates))
