@@ -6,13 +6,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
 from inferd.core.history import Extras
 from inferd.core.messages import Adjustments, Sampling, Submit
-from inferd.core.ports import Capacity, Grant, Lost, PoolEvent, PoolInfo, Refusal, Step, StepInput
+from inferd.core.ports import Capacity, Grant, Lost, PoolEvent, PoolInfo, Refusal, Step, StepInput, Victim
 from inferd.logprobs import Scores, score
 from inferd.sampler import Row, sample
 from memd.core import operations, values
@@ -31,7 +33,12 @@ def make_pool(num_blocks: int, block_size: int = 8, epoch: int = 7) -> Pool:
 
 
 class MemoryPool:
-    """One worker's session with a Pool. Answers come at once, or after `deliver` while `held`."""
+    """One worker's session with a Pool. Answers come at once, or after `deliver` while `held`.
+
+    News goes to all sessions of the pool, whichever asks.
+    """
+
+    _of_pool: ClassVar[WeakKeyDictionary[Pool, dict[int, MemoryPool]]] = WeakKeyDictionary()
 
     def __init__(self, pool: Pool, signal: threading.Event, *, takes_remaps: bool = False) -> None:
         self.pool, self.signal = pool, signal
@@ -44,6 +51,7 @@ class MemoryPool:
         self.grants: dict[int, Grant] = {}
         self._late: deque[PoolEvent] = deque()
         self._events: deque[PoolEvent] = deque()
+        self._of_pool.setdefault(pool, {})[self.lease_id] = self
 
     @property
     def info(self) -> PoolInfo:
@@ -79,8 +87,12 @@ class MemoryPool:
         self.signal.set()
 
     def poll(self) -> list[PoolEvent]:
-        news = [Capacity(blocks) for lease, blocks in self.pool.take_capacity_news() if lease == self.lease_id]
-        events = [*self._events, *news]
+        sessions = self._of_pool[self.pool]
+        for lease, table in self.pool.victims.take_news():
+            sessions[lease].say(Victim(table))
+        for lease, blocks in self.pool.take_capacity_news():
+            sessions[lease].say(Capacity(blocks))
+        events = list(self._events)
         self._events.clear()
         return events
 

@@ -217,7 +217,6 @@ def test_cancelling_what_has_ended_or_never_was_says_nothing() -> None:
 # -- a pool smaller than the load
 
 
-@pytest.mark.xfail(reason="memd does not name victims yet")
 def test_more_requests_than_the_pool_holds_all_finish_in_order() -> None:
     rig = Rig(num_blocks=10)
     for request in range(25):
