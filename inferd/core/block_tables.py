@@ -9,9 +9,9 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
+from inferd.core.block_table import BlockTable
 from inferd.core.ports import BlockCopy, Grant, Step, TableRequest
 from inferd.core.step_words import StepWords
 from pagepool.pool_values import CopyOnWrite, Fork, Release, Remap, ReserveRequest, Suspend, Take, Truncate
@@ -19,21 +19,6 @@ from pagepool.pool_values import CopyOnWrite, Fork, Release, Remap, ReserveReque
 
 class ReserveShortError(Exception):
     """The reserve has too few blocks or table ids. Nothing was changed: ask for more, and try again."""
-
-
-@dataclass(slots=True, eq=False)
-class BlockTable:
-    """One table. Token positions [0, num_tokens) are committed, [num_tokens, num_prepared) are being written.
-
-    `entries` are the packed words of its blocks; another object whenever they change.
-    """
-
-    table_id: int
-    block_ids: list[int]
-    entries: array[int]
-    num_tokens: int = 0
-    num_prepared: int = 0
-    cached_tokens: int = 0
 
 
 class BlockTables:
@@ -101,7 +86,10 @@ class BlockTables:
     def created(self, grant: Grant) -> BlockTable:
         """A table was granted."""
         cached = grant.cached_tokens
-        table = BlockTable(grant.table_id, list(grant.block_ids), array("I", grant.entries), cached, cached, cached)
+        room = len(grant.block_ids) * self._size
+        table = BlockTable(
+            grant.table_id, list(grant.block_ids), array("I", grant.entries), cached, cached, cached, room
+        )
         self._tables[table.table_id] = table
         self._holders.update(table.block_ids)
         return table
@@ -159,6 +147,7 @@ class BlockTables:
             source.num_prepared,
             source.cached_tokens,
         )
+        source.num_writable = 0
         self._holders.update(source.block_ids)
         self._words.limit(table_id, -1)
         self._words.limit(new_id, -1)
@@ -169,11 +158,10 @@ class BlockTables:
         """Make the table's next so many positions writable; the copies to be made before they are written."""
         table = self._tables[table_id]
         end = table.num_prepared + num_tokens
-        first, stop = table.num_prepared // self._size, -(-end // self._size)
-        # What a decode does, mostly.
-        if num_tokens == 1 and table.num_prepared % self._size and not self._is_shared(table, first):
+        if end <= table.num_writable:
             table.num_prepared = end
             return []
+        first, stop = table.num_prepared // self._size, -(-end // self._size)
         shared = [index for index in range(first, min(stop, len(table.block_ids))) if self._is_shared(table, index)]
         missing = max(stop - len(table.block_ids), 0)
         if not num_tokens:
@@ -185,6 +173,8 @@ class BlockTables:
         if missing:
             self._take(table, missing)
         table.num_prepared = end
+        shared_after = any(self._is_shared(table, index) for index in range(stop, len(table.block_ids)))
+        table.num_writable = end if shared_after else len(table.block_ids) * self._size
         return copies
 
     def take_ahead(self, table_id: int) -> bool:
@@ -225,6 +215,7 @@ class BlockTables:
         self._words.operate(Truncate(table_id, num_tokens, block_id), unshares=True)
         self._drop(table, index + bool(rest), -(-table.num_tokens // self._size))
         table.num_tokens = table.num_prepared = num_tokens
+        table.num_writable = 0
         if num_tokens < table.cached_tokens:
             table.cached_tokens = index * self._size
         return copies
@@ -275,7 +266,10 @@ class BlockTables:
         table.entries[index] = entry
 
     def _take(self, table: BlockTable, count: int) -> None:
-        self._words.limit(table.table_id, len(table.block_ids) * self._size)
+        before = len(table.block_ids) * self._size
+        if table.num_writable == before:
+            table.num_writable += count * self._size
+        self._words.limit(table.table_id, before)
         taken, self._blocks = self._blocks[:count], self._blocks[count:]
         ids = [block_id for block_id, _ in taken]
         table.block_ids += ids

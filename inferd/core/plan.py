@@ -45,7 +45,8 @@ class Plan:
 class Draft:
     """What goes into a plan: decodes first, and the copies that have to be made before it writes.
 
-    draft_tokens is how many those that decode would guess if nothing limited them; `drafted` are those that do.
+    draft_tokens is how many those that decode would guess if nothing limited them; drafted are those that do, filled
+    those whose tables may be full by this step.
     """
 
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -53,6 +54,7 @@ class Draft:
     copies: list[BlockCopy] = field(default_factory=list)
     drafted: list[Sequence] = field(default_factory=list)
     draft_tokens: int = 0
+    filled: list[Sequence] = field(default_factory=list)
 
     def speculate(self, tables: BlockTables, limits: Limits, num_running: int) -> None:
         """Have those that decode guess, with what is left of the step's tokens and its max_num_seqs logit rows.
@@ -61,6 +63,8 @@ class Draft:
         """
         tokens = limits.max_batch_tokens - sum(count for _, count in self.chunks)
         room = min(tokens, limits.max_num_seqs - len(self.chunks))
+        if room <= 0:
+            return
         for sequence, _ in self.chunks[: self.num_decodes]:
             if sequence.speculation is None or room <= 0:
                 continue
@@ -73,6 +77,7 @@ class Draft:
             if draft:
                 self.copies += tables.prepare(table_id, len(draft))
                 sequence.draft = draft
+                self.filled.append(sequence)
                 self.drafted.append(sequence)
                 room -= len(draft)
 
@@ -82,18 +87,20 @@ class Draft:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        tables: list[Seq[int]] = []
         rows: list[int] = []
         sampled: list[Sequence] = []
         for sequence, count in self.chunks:
-            first = sequence.num_launched
+            first, entries = sequence.num_launched, sequence.entries
+            tables.append(entries)
             if count == 1:  # of many decodes this is most of the work, so no lists of one
                 tokens.append(sequence.next_id)
                 positions.append(first)
-                slots.append(slot_of(sequence.entries, first, block_size))
+                slots.append(slot_of(entries, first, block_size))
             else:
                 tokens += sequence.tokens[first : first + count]
                 positions += range(first, first + count)
-                slots += slot_mapping(sequence.entries, first, first + count, block_size)
+                slots += slot_mapping(entries, first, first + count, block_size)
             if sequence.launch(count, len(rows), number, now):
                 rows.append(len(tokens) - 1)
                 sampled.append(sequence)
@@ -101,7 +108,7 @@ class Draft:
                 end = first + 1 + len(sequence.draft)
                 tokens += sequence.draft
                 positions += range(first + 1, end)
-                slots += slot_mapping(sequence.entries, first + 1, end, block_size)
+                slots += slot_mapping(entries, first + 1, end, block_size)
         drafts = _guesses(self.drafted, rows)
         step = StepInput(
             token_ids=tokens,
@@ -109,7 +116,7 @@ class Draft:
             slots=slots,
             q_lens=[count + len(sequence.draft) for sequence, count in self.chunks],
             kv_lens=[sequence.num_launched + len(sequence.draft) for sequence, _ in self.chunks],
-            tables=[sequence.entries for sequence, _ in self.chunks],
+            tables=tables,
             logit_rows=rows,
             copies=self.copies,
         )

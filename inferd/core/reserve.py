@@ -14,6 +14,9 @@ STEPS_AHEAD = 6
 DRAFT_STEPS_AHEAD = 2
 """The same for tokens that are guessed, which need not be: nothing waits for their blocks."""
 
+LOOK_EVERY = 3
+"""Steps from one look at what all sequences need to the next, fewer than STEPS_AHEAD: it costs time in each."""
+
 SURPLUS = 8
 """Blocks beyond those needed that are kept, so that sequences that come and go do not move blocks to and fro."""
 
@@ -36,6 +39,7 @@ class Reserve:
         self._last_ref = FIRST_REF
         self._available: int | None = None  # as of the last refusal, None after a grant
         self._claimed_at: float | None = None
+        self._seen, self._looks = 0, 0  # how many ran at the last look, and the steps since
 
     @property
     def claims(self) -> bool:
@@ -57,6 +61,10 @@ class Reserve:
             self._available = self._claimed_at = None
         if spare >= most or self._tables.awaits_reserve:
             return  # within so few steps none needs two, so long as a step has fewer tokens than a block
+        self._looks += 1
+        if self._available is None and self._looks < LOOK_EVERY and self._seen == len(running):
+            return
+        self._seen, self._looks = len(running), 0
         low, needy = self._need(running, STEPS_AHEAD)
         if spare >= low and (self._available is not None or most == len(running)):
             self._claimed_at = None

@@ -5,6 +5,8 @@ Pure: events of the pool and requests of the front go in, a `Step` for memd and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from inferd.core.admission import Admission
 from inferd.core.block_tables import BlockTables, ReserveShortError
 from inferd.core.limits import Limits
@@ -170,13 +172,11 @@ class Scheduler:
 
     def take_steps(self, now: float) -> list[Step]:
         """Everything that memd has to be told and asked since the last call, to be sent in this order."""
+        self._yielding = [each for each in self._yielding if each.phase is not Phase.FINISHED]
         for sequence in [each for each in self._yielding if not each.in_flight]:
-            if sequence.phase is Phase.FINISHED:
-                self._yielding.remove(sequence)
-            else:
-                sequence.num_preemptions += 1
-                self.num_preemptions += 1
-                self._take_back(sequence)
+            sequence.num_preemptions += 1
+            self.num_preemptions += 1
+            self._take_back(sequence)
         self._reserve.keep(self.running, now, self._draft_tokens)
         room = self._limits.max_num_seqs - len(self.running) - self._queue.num_asked
         for sequence in self._queue.ask(room) if self.admitting else ():
@@ -192,7 +192,12 @@ class Scheduler:
             if sequence.num_launched < sequence.num_prefill:
                 ready.append(sequence)
             elif sequence.num_launched < len(sequence.tokens) or sequence.sampled_in == self._num_plans:
-                starved |= not self._take_in(draft, sequence, 1)
+                table = sequence.table
+                if table is not None and table.num_prepared + 1 < table.num_writable:  # mostly, so without a call
+                    table.num_prepared += 1
+                    draft.chunks.append((sequence, 1))
+                else:
+                    starved |= not self._take_in(draft, sequence, 1)
         draft.num_decodes = len(draft.chunks)
         self.num_starved_steps += starved
         budget, scored_rows = self._limits.max_batch_tokens - draft.num_decodes, SCORED_ROWS
@@ -207,7 +212,7 @@ class Scheduler:
         self._draft_tokens = draft.draft_tokens
         self._num_plans += 1
         plan = draft.pack(self._num_plans, self._block_size, now)
-        self._grow(plan)
+        self._grow(draft.filled)
         return plan
 
     def collected(self, plan: Plan, *, written: bool = True) -> None:
@@ -215,26 +220,25 @@ class Scheduler:
         for sequence, count in plan.chunks:
             sequence.in_flight -= 1
             if sequence.phase is not Phase.FINISHED:
-                if written:
-                    self._commit(sequence, count)
+                if written and sequence.speculation is None:
+                    self._tables.commit(sequence.table_id, sequence.advance(count))
+                elif written:
+                    self._commit_draft(sequence, count)
             elif not sequence.in_flight:
                 self._release(sequence)
 
-    def _commit(self, sequence: Sequence, count: int) -> None:
-        assert sequence.table is not None
-        table_id = sequence.table.table_id
-        self._tables.commit(table_id, sequence.advance(count + len(sequence.draft)))
-        if sequence.speculation is not None:
-            sequence.draft = ()
-            if not sequence.in_flight:  # of a draft what was wrong is written anew
-                self._tables.retract(table_id, sequence.num_launched)
+    def _commit_draft(self, sequence: Sequence, count: int) -> None:
+        """Commit what is right of a draft too; what was wrong is written anew."""
+        self._tables.commit(sequence.table_id, sequence.advance(count + len(sequence.draft)))
+        sequence.draft = ()
+        if not sequence.in_flight:
+            self._tables.retract(sequence.table_id, sequence.num_launched)
 
     def _never_fits(self, sequence: Sequence) -> bool:
         return sequence.blocks_needed(self._block_size) > self._total_blocks
 
     def _release(self, sequence: Sequence) -> None:
-        assert sequence.table is not None
-        self._tables.release(sequence.table.table_id)
+        self._tables.release(sequence.table_id)
         self._queue.freed()
 
     def _take_back(self, sequence: Sequence) -> None:
@@ -242,8 +246,7 @@ class Scheduler:
         self.running.remove(sequence)
         if sequence.yielding:
             self._yielding.remove(sequence)
-        assert sequence.table is not None
-        table_id = sequence.table.table_id
+        table_id = sequence.table_id
         if sequence.started_at is None or sequence.scores_prompt:
             self._tables.release(table_id)
             sequence.send_back()
@@ -271,19 +274,18 @@ class Scheduler:
 
     def _take_in(self, draft: Draft, sequence: Sequence, count: int) -> bool:
         """Put tokens of a sequence into a step; False if it has no block to write them to."""
-        assert sequence.table is not None
         try:
-            draft.copies += self._tables.prepare(sequence.table.table_id, count)
+            draft.copies += self._tables.prepare(sequence.table_id, count)
         except ReserveShortError:
             return False
         draft.chunks.append((sequence, count))
+        draft.filled.append(sequence)
         return True
 
-    def _grow(self, plan: Plan) -> None:
+    def _grow(self, sequences: Iterable[Sequence]) -> None:
         """Give tables that are full by this step their next block: memd then hears of it before it is written."""
-        for sequence, _ in plan.chunks:
+        for sequence in sequences:
             table = sequence.table
-            assert table is not None
-            full = table.num_prepared == len(table.block_ids) * self._block_size
+            full = table is not None and table.num_prepared == len(table.block_ids) * self._block_size
             if full and sequence.num_launched < sequence.max_length - 1:
-                self._tables.take_ahead(table.table_id)
+                self._tables.take_ahead(sequence.table_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from enum import Enum, auto
 
-from inferd.core.block_tables import BlockTable
+from inferd.core.block_table import BlockTable
 from inferd.core.history import Extras
 from inferd.core.messages import Ending, Submit, Used
 from inferd.core.ports import Target
@@ -125,6 +125,12 @@ class Sequence:
         return -(-(self.max_length - 1) // block_size)
 
     @property
+    def table_id(self) -> int:
+        """Of its table, once it has blocks."""
+        assert self.table is not None
+        return self.table.table_id
+
+    @property
     def entries(self) -> Seq[int]:
         """The packed entries of its blocks, once it has some; another object whenever they change."""
         assert self.table is not None
@@ -168,7 +174,7 @@ class Sequence:
 
     def launch(self, count: int, row: int, plan: int, now: float) -> bool:
         """`count` more tokens go into the step of a plan; whether it samples the next token, as its logit row `row`."""
-        assert 0 < count <= self.num_pending
+        assert 0 < count <= self.length - self.num_launched
         if self.started_at is None:
             self.started_at = now
         self.in_flight += 1

@@ -44,7 +44,7 @@ class StepWords:
     def commit(self, table_id: int, token_ids: Sequence[int], num_tokens: int) -> None:
         """The KV of these tokens has been written; the table has `num_tokens` in all then."""
         words = self._words[-1]
-        if words.closed or num_tokens > words.room.get(table_id, num_tokens):
+        if words.closed or (words.room and num_tokens > words.room.get(table_id, num_tokens)):
             words = _Words()
             self._words.append(words)
         words.commits.append(Commit(table_id, token_ids))
