@@ -84,11 +84,8 @@ class Draft:
     def pack(self, number: int, block_size: int, now: float) -> Plan:
         """The plan with this number, launched now; its block tables have room for all that it writes."""
         scoring = any(sequence.scores_prompt for sequence, _ in self.chunks[self.num_decodes :])
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
+        tokens, positions, slots, rows = list[int](), list[int](), list[int](), list[int]()
         tables: list[Seq[int]] = []
-        rows: list[int] = []
         sampled: list[Sequence] = []
         for sequence, count in self.chunks:
             first, entries = sequence.num_launched, sequence.entries
