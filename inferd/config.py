@@ -85,6 +85,12 @@ class InferdConfig:
         "requests that run at once (default: 256 on a GPU, 64 on a CPU)", parse_positive, default=None
     )
     max_queue: int = setting("requests that wait; more are refused", parse_positive, default=1024)
+    enable_chunked_prefix: bool = setting(
+        "take from the pool what it has of a prompt, whoever computed it, and prefill the rest in chunks; without it, "
+        "every prompt is computed whole",
+        parse_bool,
+        default=True,
+    )
     speculate_tokens: int = setting(
         "tokens that a request guesses a step from what followed the same words before, where it does not say itself; "
         f"the tokens are the same with and without (0, the default, is off; at most {MAX_SPECULATE_TOKENS})",

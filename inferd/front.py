@@ -74,6 +74,7 @@ def setup(config: InferdConfig) -> Setup:
         max_num_seqs=config.max_num_seqs or 0,
         max_queue=config.max_queue,
         speculate_tokens=config.speculate_tokens,
+        chunked_prefix=config.enable_chunked_prefix,
         warmup=config.warmup,
         compile=config.compile == "on",
         graphs=config.graphs == "on",

@@ -12,6 +12,7 @@ from pagepool.errors import invalid_field
 class Limits:
     """max_batch_tokens per step, of at most max_num_seqs sequences; max_queue requests may wait beyond those that run.
 
+    Without chunked_prefix no request takes from the pool what it has of its prompt: all of it is computed.
     speculate_tokens are the most that a sequence guesses a step where its request does not say; 0 is none.
     PagepoolError (INVALID_FIELD, naming the flag) where no step could be built.
     """
@@ -20,6 +21,7 @@ class Limits:
     max_num_seqs: int = 64
     max_queue: int = 1024
     speculate_tokens: int = 0
+    chunked_prefix: bool = True
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

@@ -68,6 +68,7 @@ class Setup:
     max_num_seqs: int = 0
     max_queue: int = 1024
     speculate_tokens: int = 0
+    chunked_prefix: bool = True
     warmup: bool = True
     compile: bool = True
     graphs: bool = True

@@ -266,7 +266,7 @@ class Scheduler:
             num_blocks=num_blocks,
             salt=b"" if resuming else sequence.submit.salt,
             priority=0 if resuming else sequence.submit.priority,
-            no_match=sequence.scores_prompt,
+            no_match=sequence.scores_prompt or not (resuming or self._limits.chunked_prefix),
             arrival=sequence.arrived_at,
             headroom=len(self.running) + int(patience * (whole - num_blocks)),
             resume_table_id=sequence.suspended_id,

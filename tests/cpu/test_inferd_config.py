@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from inferd.config import engine_environment, load_config
+from inferd.engine_setup import limits_on
 from inferd.front import main, setup
 from pagepool.errors import PagepoolError
 
@@ -45,6 +46,12 @@ def test_what_depends_on_the_device_is_left_to_the_engine() -> None:
     told = setup(load_config([]).config)
     assert (told.device, told.compile, told.graphs) == ("auto", True, True)
     assert (told.max_batch_tokens, told.max_num_seqs) == (0, 0)
+
+
+def test_prefixes_are_reused_unless_that_is_turned_off() -> None:
+    assert setup(load_config([]).config).chunked_prefix is True
+    assert setup(load_config(["--no-enable-chunked-prefix"]).config).chunked_prefix is False
+    assert limits_on("cpu", setup(load_config(["--no-enable-chunked-prefix"]).config)).chunked_prefix is False
 
 
 def test_nothing_is_guessed_unless_asked_for() -> None:
