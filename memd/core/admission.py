@@ -57,8 +57,9 @@ class Admission:
         if request.num_blocks > store.num_blocks:
             return self._refuse(request.ref, asker, request.num_blocks, plan.spare, plan)
         if not plan.fits:
-            self._waiting.claim(asker, plan.needed + headroom, now + CLAIM_S)
-            self._victims.for_creation(asker, plan.fresh - plan.spare, now)
+            if plan.needed <= store.num_blocks - store.cached.num_pinned:  # else it waits for pins, and nobody for it
+                self._waiting.claim(asker, plan.needed + headroom, now + CLAIM_S)
+                self._victims.for_creation(asker, plan.fresh - plan.spare, now)
             enough = plan.fresh <= plan.spare + headroom
             return self._refuse(request.ref, asker, request.num_blocks, plan.spare, plan, for_headroom=enough)
         if suspended is not None:

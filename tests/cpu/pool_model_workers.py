@@ -146,7 +146,9 @@ class Workers:
         fresh = max(request.num_blocks - len(matched), 0)
         table_id = self.model.try_table(lease_id, request, now, who)
         if table_id is None:
-            if request.num_blocks <= self.model.total:
+            room = self.model.total - sum(map(self.model.is_pinned, self.model.cached))
+            need = fresh + sum(map(self.model.is_spare, matched))
+            if request.num_blocks <= self.model.total and need <= room:
                 waiting.claim_table(who, fresh - spare, now)
             enough = fresh - spare <= headroom
             return self.refuse(request.ref, who, request.num_blocks, available, for_headroom=enough)

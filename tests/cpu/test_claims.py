@@ -6,7 +6,7 @@ import pytest
 
 from memd.core.operations import ReserveRequest
 from memd.core.pool import Pool
-from memd.core.values import TableRequest
+from memd.core.values import PinRequest, TableRequest
 from memd.core.waiting import CLAIM_S
 from pagepool.errors import PagepoolError
 from tests.cpu.core_worker import B, Worker, grows, make_pool, named, starts, table
@@ -61,6 +61,16 @@ def test_a_table_that_grows_goes_before_a_request_of_its_priority(pool: Pool, on
     assert not starts(one, 6, arrival=1.0, priority=1)
     assert not grows(two, running, 1)
     pool.check()
+
+
+def test_a_request_that_pins_leave_no_room_for_holds_nobody_up(pool: Pool, one: Worker, two: Worker) -> None:
+    prompt = [1] * (4 * B)
+    one.step(releases=[one.table(prompt, 4)])
+    pool.prefixes.pin(PinRequest(prompt, 50.0, pinned=True), 1.0)
+    assert not starts(one, TOTAL - 3, arrival=2.0, priority=1)
+    assert starts(two, TOTAL - 4, arrival=3.0)
+    assert not starts(one, TOTAL - 4, arrival=2.0)
+    assert not starts(two, 1, arrival=3.0)
 
 
 def test_first_come_first_served_across_workers(pool: Pool, one: Worker, two: Worker) -> None:
