@@ -7,7 +7,7 @@ PROTOS := $(shell find proto/pagepool -name '*.proto')
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full kernels sanitize test-gpu check fmt lint types layers proto proto-check bench-cpu bench-static bench-gpu bench-engine bench-memd bench-kernels clean
+.PHONY: help setup demo test test-full kernels sanitize test-gpu check fmt lint types layers proto proto-check bench-cpu bench-static bench-tune bench-gpu bench-engine bench-memd bench-kernels clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -89,6 +89,9 @@ bench-cpu: $(VENV)/.dev $(VENV)/.kernels ## Compare with transformers on this CP
 
 bench-static: $(VENV)/.dev $(VENV)/.kernels ## Compare with a contiguous cache of the maximum length for each request
 	@$(BIN)/python clients/bench/static.py
+
+bench-tune: $(VENV)/.dev $(VENV)/.kernels ## Compare pagepool tune with an exhaustive sweep
+	@$(BIN)/python clients/bench/tuning.py
 
 bench-gpu: $(VENV)/.dev ## Measure two workers on one pool of a GPU, beside vLLM if this Python has it
 	@$(BIN)/python clients/bench/gpu.py

@@ -204,6 +204,7 @@ def wanted(*words: str, workload: str = "w.jsonl") -> object:
         (["--within", "soon"], "--within is soon, but must be own, or from 0 to 86400 seconds"),
         (["--within", "-1"], "--within is -1"),
         (["--cut", "0"], "--cut is 0.0"),
+        (["--patience", "-1"], "--patience is -1.0, but must be from 0.001 to 86400"),
         (["--slo-first", "inf"], "--slo-first is inf"),
         (["--metric", "goodput"], "--metric is goodput, but must be given with --slo-first or --slo-next"),
         (

@@ -64,6 +64,8 @@ def test_a_replay_ends_with_the_first_error_and_a_cut_one_with_what_has_come(wor
     with pytest.raises(PagepoolError) as caught:
         replay(worker.target, [good, Order(0.0, [100], 1 << 30)], b"two")
     assert caught.value.reason in {Reason.PROMPT_TOO_LONG, Reason.REQUEST_TOO_LARGE}
+    with pytest.raises(PagepoolError, match=r"no token came for 0.001 s, though 1 request waits"):
+        replay(worker.target, [endless], b"two", patience_s=0.001)
     cut = replay(worker.target, [good, endless, Order(60.0, [100], 1)], b"three", 3.0)
     assert cut.ended_s is not None
     assert len(cut.heard) == 2, "what was not due yet does not count"

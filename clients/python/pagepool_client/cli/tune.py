@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         )
         tune_flags.require_served(wanted, requests, model.max_context_tokens)
         grid = tune_flags.grid_of(wanted, pool, longest(requests))
-        load = load_of(requests, model, wanted.cut_s, wanted.objective)
+        load = load_of(requests, model, wanted)
         result = search(grid, wanted, Measurer(stand, load, grid, wanted, terminal))
     shutil.rmtree(place.folder)  # not after a failure: then the logs are wanted
     if args.plot:

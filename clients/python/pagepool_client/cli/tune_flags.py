@@ -35,6 +35,7 @@ class Wanted:
     requests: int
     within_s: float | None
     cut_s: float | None
+    patience_s: float
     repetitions: int
     metrics: tuple[str, ...]
     objective: Objective
@@ -69,6 +70,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     runs.add_argument("--cut", type=float, metavar="SECONDS", help="end each run then (default: when all is answered)")
     runs.add_argument(
+        "--patience",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="a run fails if no token comes for so long (120)",
+    )
+    runs.add_argument(
         "--repetitions", type=int, default=2, metavar="N", help="of a sweep whose runs tune takes a quarter of (2)"
     )
     runs.add_argument(
@@ -94,7 +102,7 @@ def checked(args: argparse.Namespace) -> Wanted:
         _within("--batch-tokens", budget, 1, MAX_TOKENS)
     _within("--requests", args.requests, 1, MAX_REQUESTS)
     _within("--repetitions", args.repetitions, 1, 100)
-    for flag in ("--cut", "--slo-first", "--slo-next"):
+    for flag in ("--cut", "--patience", "--slo-first", "--slo-next"):
         if (value := getattr(args, flag[2:].replace("-", "_"))) is not None:
             _within(flag, value, 0.001, MAX_SECONDS)
     _writable(args.plot)
@@ -105,6 +113,7 @@ def checked(args: argparse.Namespace) -> Wanted:
         requests=args.requests,
         within_s=_within_s(args.within),
         cut_s=args.cut,
+        patience_s=args.patience,
         repetitions=args.repetitions,
         metrics=_metrics(args),
         objective=Objective(args.slo_first or math.inf, args.slo_next or math.inf),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,6 +12,7 @@ from pagepool.errors import PagepoolError, Reason
 from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool.memd.v1.types_pb2 import Pool
 from pagepool_client.cli.daemons import Daemons
+from pagepool_client.cli.tune_flags import Wanted
 from pagepool_client.inference import InferenceClient
 from pagepool_client.pool import PoolClient
 from pagepool_client.tuning.figures import Figures, Objective, figures
@@ -38,6 +39,8 @@ class Load:
     warm_up: Sequence[Order]
     cut_s: float | None
     objective: Objective
+    patience_s: float
+    """How long nothing may come though requests wait, before the run counts as failed."""
 
 
 class Stand:
@@ -66,7 +69,7 @@ class Stand:
         """Replay the load with a setting. Raises PagepoolError if the daemons do not start, or do not serve it all."""
         try:
             pair = self._serve(setting, load)
-            heard = self._replay(pair, load.orders, load.cut_s)
+            heard = self._replay(pair, load.orders, load)
             return figures(heard.heard, heard.ended_s, load.objective)
         except ValueError as error:
             raise PagepoolError(Reason.INTERNAL_ERROR, f"{error} before the cut") from error
@@ -89,7 +92,7 @@ class Stand:
         else:
             self._move(setting)
         assert self._pair is not None
-        self._replay(self._pair, load.warm_up, None)
+        self._replay(self._pair, load.warm_up, replace(load, cut_s=None))
         return self._pair
 
     def _move(self, setting: Setting) -> None:
@@ -111,9 +114,10 @@ class Stand:
         self._pair.wait_ready(self._report)
         return self._pair
 
-    def _replay(self, pair: Daemons, orders: Sequence[Order], cut_s: float | None) -> Replay:
+    def _replay(self, pair: Daemons, orders: Sequence[Order], load: Load) -> Replay:
         self._replays += 1
-        return replay(pair.inferd.target, orders, f"tune-{self._replays}".encode(), cut_s)
+        salt = f"tune-{self._replays}".encode()
+        return replay(pair.inferd.target, orders, salt, load.cut_s, load.patience_s)
 
     def __enter__(self) -> Self:
         return self
@@ -124,13 +128,11 @@ class Stand:
         self.stop()
 
 
-def load_of(
-    requests: Sequence[WorkloadRequest], model: GetModelResponse, cut_s: float | None, objective: Objective
-) -> Load:
+def load_of(requests: Sequence[WorkloadRequest], model: GetModelResponse, wanted: Wanted) -> Load:
     """What these requests are for this model: token ids that end no text."""
     reserved = frozenset(model.eos_token_ids)
 
     def orders(some: Sequence[WorkloadRequest]) -> list[Order]:
         return [Order(one.at_s, token_ids(one.prompt, model.vocab_size, reserved), one.output_tokens) for one in some]
 
-    return Load(orders(requests), orders(warm_up(requests)), cut_s, objective)
+    return Load(orders(requests), orders(warm_up(requests)), wanted.cut_s, wanted.objective, wanted.patience_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +11,13 @@ from dataclasses import dataclass
 from pagepool.errors import PagepoolError, Reason
 from pagepool.inferd.v1.generation_service_pb2 import GenerateFinished, GenerateTokens
 from pagepool_client.async_inference import AsyncInferenceClient
+from pagepool_client.diagnosis.words import count
 from pagepool_client.tuning.figures import Heard
 
 LEAD_S = 0.05
 """From the making of the streams' tasks to the first request."""
+WATCH_S = 0.1
+"""Between two looks at whether anything comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +37,26 @@ class Replay:
     ended_s: float | None
 
 
-def replay(target: str, orders: Sequence[Order], salt: bytes, cut_s: float | None = None) -> Replay:
+def replay(
+    target: str, orders: Sequence[Order], salt: bytes, cut_s: float | None = None, patience_s: float = math.inf
+) -> Replay:
     """Send the orders to inferd at `target` and hear all answers out; the streams are cancelled after `cut_s` seconds.
 
-    `salt` keeps the prefixes of this replay to itself. Raises the first error of a request; the rest is cancelled then.
+    `salt` keeps the prefixes of this replay to itself. Raises the first error of a request, and INTERNAL_ERROR if for
+    `patience_s` nothing comes though requests wait; the rest is cancelled then.
     """
-    return asyncio.run(_replay(target, orders, salt, cut_s))
+    return asyncio.run(_replay(target, orders, salt, cut_s, patience_s))
 
 
-async def _replay(target: str, orders: Sequence[Order], salt: bytes, cut_s: float | None) -> Replay:
+async def _replay(target: str, orders: Sequence[Order], salt: bytes, cut_s: float | None, patience_s: float) -> Replay:
     client = AsyncInferenceClient(target)
     begun = time.monotonic() + LEAD_S
     heard = [Heard(begun + order.at_s) for order in orders]
     try:
-        async with asyncio.timeout_at(asyncio.get_running_loop().time() + LEAD_S + cut_s if cut_s else None):
-            async with asyncio.TaskGroup() as tasks:
-                for order, one in zip(orders, heard, strict=True):
-                    tasks.create_task(_follow(client, order, one, salt))
+        async with asyncio.timeout(LEAD_S + cut_s if cut_s else None), asyncio.TaskGroup() as tasks:
+            for order, one in zip(orders, heard, strict=True):
+                tasks.create_task(_follow(client, order, one, salt))
+            tasks.create_task(_watch(heard, patience_s))
     except TimeoutError:
         ended = begun + (cut_s or 0.0)
         return Replay([one for one in heard if one.due_s < ended], ended)
@@ -58,6 +65,19 @@ async def _replay(target: str, orders: Sequence[Order], salt: bytes, cut_s: floa
     finally:
         await client.close()
     return Replay(heard, None)
+
+
+async def _watch(heard: Sequence[Heard], patience_s: float) -> None:
+    """Ends when all requests have; raises if none of those that are due hears anything for too long."""
+    while waiting := [one for one in heard if not one.finished]:
+        now = time.monotonic()
+        due = [one.due_s for one in waiting if one.due_s <= now]
+        last = max([*due, *(one.messages[-1][0] for one in heard if one.messages)], default=now)
+        if due and now - last > patience_s:
+            wait = count(len(due), "request waits", "requests wait")
+            message = f"no token came for {patience_s:g} s, though {wait}; the daemons' logs may say why"
+            raise PagepoolError(Reason.INTERNAL_ERROR, message, patience_s=patience_s, waiting=len(due))
+        await asyncio.sleep(WATCH_S)
 
 
 async def _follow(client: AsyncInferenceClient, order: Order, heard: Heard, salt: bytes) -> None:
