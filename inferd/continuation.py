@@ -6,12 +6,11 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from google.protobuf import duration_pb2
-
 from inferd.core.messages import Ending, Finished, PromptLogprobs, TokenLogprobs, Used
 from inferd.dispatch import Dispatcher, TokenStream
 from inferd.text.detokenizer import Detokenizer
 from inferd.text.stops import StopFinder
+from pagepool.durations import to_duration
 from pagepool.errors import PagepoolError, Reason
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 
@@ -153,17 +152,10 @@ def usage(used: Used) -> pb.Usage:
         prompt_tokens=used.prompt_tokens,
         cached_tokens=used.cached_tokens,
         generated_tokens=used.generated_tokens,
-        queue_time=duration(used.queue_s),
-        prefill_time=duration(used.prefill_s),
-        decode_time=duration(used.decode_s),
+        queue_time=to_duration(used.queue_s),
+        prefill_time=to_duration(used.prefill_s),
+        decode_time=to_duration(used.decode_s),
         preemptions=used.preemptions,
         draft_tokens=used.draft_tokens,
         accepted_tokens=used.accepted_tokens,
     )
-
-
-def duration(seconds: float) -> duration_pb2.Duration:
-    """Seconds as the wire has them."""
-    span = duration_pb2.Duration()
-    span.FromNanoseconds(round(seconds * 1e9))
-    return span

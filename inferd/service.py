@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from inferd.answer import Events, as_they_come, beams, best_of
-from inferd.continuation import Continuation, duration
+from inferd.continuation import Continuation
 from inferd.core.messages import Counters, ModelCard
 from inferd.dispatch import Dispatcher, TokenStream
 from inferd.text.detokenizer import Detokenizer
@@ -25,6 +25,7 @@ from inferd.validation import (
     prompt_too_long,
     token_prompt,
 )
+from pagepool.durations import to_duration
 from pagepool.errors import invalid_field
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 
@@ -186,8 +187,8 @@ def _counters(counters: Counters) -> pb.EngineCounters:
         prefill_tokens=counters.prefill_tokens,
         generated_tokens=counters.generated_tokens,
         cached_tokens=counters.cached_tokens,
-        forward_time=duration(counters.forward_s),
-        step_time=duration(counters.step_s),
+        forward_time=to_duration(counters.forward_s),
+        step_time=to_duration(counters.step_s),
         memd_unary_calls=counters.memd_unary_calls,
         memd_steps=counters.memd_steps,
         preemptions=counters.preemptions,

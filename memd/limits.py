@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from google.protobuf.duration_pb2 import Duration
 
-from memd import messages
 from memd.core.values import BlockState
+from pagepool.durations import to_seconds
 from pagepool.errors import invalid_field
 
 MAX_CALL_BLOCKS = 250_000
@@ -17,7 +17,7 @@ _DEFAULT_INTERVAL_S = 0.1
 
 def interval(message: Duration) -> float:
     """Seconds between two messages of a stream; INVALID_FIELD if that is no time to wait."""
-    wanted = messages.seconds(message)
+    wanted = to_seconds(message)
     if not 0 <= wanted <= _MAX_INTERVAL_S:
         raise invalid_field("min_interval", f"{wanted} s", "from 0 to 1 hour", "leave it out to get 100 ms")
     return wanted or _DEFAULT_INTERVAL_S

@@ -8,9 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from google.protobuf.duration_pb2 import Duration
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from memd.core.geometry import Geometry
 from memd.core.operations import (
     CopyOnWrite,
@@ -36,26 +33,10 @@ from memd.core.values import (
     Usage,
 )
 from pagekernels.layout import Format, LayerShape
+from pagepool.durations import to_duration, to_seconds, to_timestamp
 from pagepool.errors import PagepoolError, Reason, invalid_field
 from pagepool.memd.v1 import pool_service_pb2, types_pb2, worker_service_pb2
 from pagepool.token_ids import TOKEN_BYTES
-
-NANOSECONDS = 1_000_000_000
-
-
-def duration(seconds: float) -> Duration:
-    """A duration message."""
-    return Duration(seconds=int(seconds // 1), nanos=int(seconds % 1 * NANOSECONDS))
-
-
-def seconds(message: Duration) -> float:
-    """Seconds of a duration message."""
-    return float(message.seconds + message.nanos / NANOSECONDS)
-
-
-def timestamp(unix_s: float) -> Timestamp:
-    """A wall-clock time."""
-    return Timestamp(seconds=int(unix_s // 1), nanos=int(unix_s % 1 * NANOSECONDS))
 
 
 def geometry_from(message: types_pb2.Geometry) -> Geometry:
@@ -126,7 +107,7 @@ def pool_message(pool: Pool, cuda_device: types_pb2.CudaDevice | None, start_tim
         counters=types_pb2.PoolCounters(**counters),
         num_leases=pool.num_leases,
         num_block_tables=pool.num_tables,
-        start_time=timestamp(start_time),
+        start_time=to_timestamp(start_time),
         cuda_device=cuda_device,
     )
 
@@ -161,10 +142,10 @@ def block_message(view: BlockView) -> types_pb2.Block:
         num_tokens=view.num_tokens,
         digest=view.digest,
         holders=holders,
-        idle_time=duration(view.idle_s),
+        idle_time=to_duration(view.idle_s),
         priority=view.priority,
         pinned=view.pinned,
-        kept_for=duration(view.kept_s) if view.kept_s else None,
+        kept_for=to_duration(view.kept_s) if view.kept_s else None,
         more_holders=view.more_holders,
     )
 
@@ -181,7 +162,7 @@ def table_message(view: TableView, token_ids: Sequence[int] = ()) -> types_pb2.B
         cached_tokens=view.cached_tokens,
         token_ids=token_ids,
         priority=view.priority,
-        idle_time=duration(view.idle_s),
+        idle_time=to_duration(view.idle_s),
         suspended=view.suspended,
     )
 
@@ -192,8 +173,8 @@ def lease_message(view: LeaseView, now: float) -> types_pb2.Lease:
         lease_id=view.lease_id,
         holder=view.holder,
         state=cast("types_pb2.LeaseState", view.state),
-        expire_time=timestamp(time.time() + view.deadline - now),
-        ttl=duration(view.ttl_s),
+        expire_time=to_timestamp(time.time() + view.deadline - now),
+        ttl=to_duration(view.ttl_s),
     )
 
 
@@ -201,7 +182,7 @@ def pin_from(message: pool_service_pb2.PinPrefixRequest) -> PinRequest:
     """How a prefix is to be kept; INVALID_FIELD if it is not said for how long."""
     if not message.HasField("ttl"):
         raise invalid_field("ttl", "not set", "from 1 second to 24 hours", "say for how long the prefix shall be kept")
-    ttl_s = seconds(message.ttl)
+    ttl_s = to_seconds(message.ttl)
     return PinRequest(message.token_ids, ttl_s, message.salt, message.priority, message.pinned)
 
 

@@ -16,6 +16,7 @@ from memd.core.pool import Pool
 from memd.core.values import TableRequest
 from memd.requests import RequestMemory
 from memd.sessions import Sessions, draining_error
+from pagepool.durations import to_seconds, to_timestamp
 from pagepool.errors import PagepoolError, Reason, invalid_field
 from pagepool.memd.v1 import pool_service_pb2 as pb
 from pagepool.memd.v1 import types_pb2
@@ -107,7 +108,7 @@ class PoolService:
                 raise invalid_field("ttl", "not set", "above 0", "say how long the lease shall live without a renewal")
             if self._life.sessions.draining:
                 raise draining_error()
-            lease = self._pool.create_lease(request.holder, messages.seconds(request.ttl), now)
+            lease = self._pool.create_lease(request.holder, to_seconds(request.ttl), now)
             return pb.CreateLeaseResponse(lease=messages.lease_message(lease, now), epoch=self._pool.epoch)
 
         return self._changing(request, call)
@@ -231,7 +232,7 @@ class PoolService:
 
         def call(now: float) -> pb.PinPrefixResponse:
             kept = self._pool.prefixes.pin(messages.pin_from(request), now)
-            until = messages.timestamp(time.time() + kept.until - now)
+            until = to_timestamp(time.time() + kept.until - now)
             return pb.PinPrefixResponse(num_tokens=kept.num_tokens, num_blocks=kept.num_blocks, expire_time=until)
 
         return self._changing(request, call)

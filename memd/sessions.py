@@ -13,7 +13,7 @@ from memd.core.errors import lease_lost
 from memd.core.lease import Remap
 from memd.core.pool import Pool
 from memd.core.values import LeaseState, LeaseView
-from memd.messages import duration
+from pagepool.durations import to_duration
 from pagepool.errors import PagepoolError, Reason
 from pagepool.handlers import Stream
 from pagepool.memd.v1.worker_service_pb2 import AttachResponse, Capacity, Drain, Victim
@@ -198,7 +198,7 @@ class Sessions:
         """Asks every worker to detach; ends the streams of those that have not within the grace."""
         self.draining = True
         for session in self._by_lease.values():
-            session.tell(AttachResponse(drain=Drain(grace=duration(grace_s))))
+            session.tell(AttachResponse(drain=Drain(grace=to_duration(grace_s))))
         if await _within(grace_s, self._nobody.wait()):
             return
         for session in self._by_lease.values():

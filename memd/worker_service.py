@@ -12,6 +12,7 @@ from memd.core.pool import Pool
 from memd.core.values import Attached, Step
 from memd.service import read_only_error
 from memd.sessions import Locks, Session, Sessions, draining_error
+from pagepool.durations import to_duration
 from pagepool.errors import PagepoolError, Reason
 from pagepool.handlers import Stream
 from pagepool.memd.v1 import worker_service_pb2 as pb
@@ -96,8 +97,8 @@ class WorkerService:
             epoch=self.pool.epoch,
             lease_id=lease_id,
             reclaimed=reclaimed,
-            heartbeat_interval=messages.duration(timeout_s / BEATS_PER_TIMEOUT),
-            heartbeat_timeout=messages.duration(timeout_s),
+            heartbeat_interval=to_duration(timeout_s / BEATS_PER_TIMEOUT),
+            heartbeat_timeout=to_duration(timeout_s),
             block_size=self.pool.block_size,
             unit_bytes=self.pool.unit_bytes,
             num_blocks=self.pool.num_blocks,

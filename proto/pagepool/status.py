@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from pagepool.durations import to_seconds
 from pagepool.errors import Code, PagepoolError, Reason
 
 DOMAIN = "pagepool"
@@ -94,7 +95,7 @@ def from_status(status: status_pb2.Status) -> PagepoolError:
         elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
             retry = error_details_pb2.RetryInfo()
             detail.Unpack(retry)
-            retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+            retry_after_s = to_seconds(retry.retry_delay)
     metadata: dict[str, Any] = {key: value for key, value in info.metadata.items() if key not in _PARAMETERS}
     if info.domain == DOMAIN and info.reason in Reason.__members__:
         reason = Reason[info.reason]

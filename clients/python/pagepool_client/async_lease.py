@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import grpc
 
+from pagepool.durations import to_seconds
 from pagepool.errors import PagepoolError
 from pagepool.memd.v1 import pool_service_pb2 as pb
 from pagepool.memd.v1.types_pb2 import BlockTable, Lease
@@ -133,7 +134,7 @@ class AsyncRenewal:
     async def _rested(self) -> bool:
         """Waits a third of the time-to-live; True if the lease is to end."""
         try:
-            await asyncio.wait_for(self.over.wait(), self.lease.ttl.ToNanoseconds() / 3e9)
+            await asyncio.wait_for(self.over.wait(), to_seconds(self.lease.ttl) / 3)
         except TimeoutError:
             return False
         return True

@@ -8,12 +8,13 @@ from typing import Any, Self
 
 import grpc
 
+from pagepool.durations import to_duration
 from pagepool.memd.v1 import pool_service_pb2 as pb
 from pagepool.memd.v1.pool_service_pb2_grpc import PoolServiceStub
 from pagepool.memd.v1.types_pb2 import Block, BlockState, BlockTable, Pool
 from pagepool_client.async_lease import AsyncPoolLease
 from pagepool_client.channels import answered, channel_options, default_target, dialled
-from pagepool_client.lease_words import Retention, pin_prefix, seconds, unpin_prefix
+from pagepool_client.lease_words import Retention, pin_prefix, unpin_prefix
 from pagepool_client.pool import DEFAULT_TIMEOUT_S
 from pagepool_client.streams import AsyncServerStream
 
@@ -75,7 +76,7 @@ class AsyncPoolClient:
 
     def watch(self, min_interval_s: float = 0.1) -> AsyncServerStream[Pool]:
         """The pool now, and after each change. Cancelled when it is closed or dropped."""
-        call = self._stub.WatchPool(pb.WatchPoolRequest(min_interval=seconds(min_interval_s)))
+        call = self._stub.WatchPool(pb.WatchPoolRequest(min_interval=to_duration(min_interval_s)))
         return AsyncServerStream(call, lambda answer: answer.pool, self.target)
 
     async def pin_prefix(

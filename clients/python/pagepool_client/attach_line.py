@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagepool.durations import to_seconds
 from pagepool.errors import PagepoolError, Reason
 from pagepool.memd.v1.types_pb2 import Geometry
 from pagepool.memd.v1.worker_service_pb2 import AttachRequest, AttachResponse, Detach, Heartbeat, Hello, StepResult
@@ -57,9 +58,7 @@ class AttachLine:
         self._stream = self._open(Hello(), attachment.timeout_s)
         welcome = self._stream.welcome
         self.info = pool_info(welcome)
-        self._keeper.start(
-            welcome.heartbeat_interval.ToNanoseconds() / 1e9, welcome.heartbeat_timeout.ToNanoseconds() / 1e9
-        )
+        self._keeper.start(to_seconds(welcome.heartbeat_interval), to_seconds(welcome.heartbeat_timeout))
 
     @property
     def unary_calls(self) -> int:
@@ -137,6 +136,8 @@ class AttachLine:
                 self._answered(message.step_result)
             case "heartbeat_ack":
                 self._keeper.answered(message.heartbeat_ack.sequence)
+                if not self._unanswered:  # else a step may be what breaks the stream
+                    self._keeper.progressed()
             case "capacity":
                 self._post(Capacity(message.capacity.available_blocks))
             case "victim":
@@ -144,7 +145,7 @@ class AttachLine:
             case "remap":
                 self._post(remap_event(message.remap))
             case "drain":
-                self._post(Draining(message.drain.grace.ToNanoseconds() / 1e9))
+                self._post(Draining(to_seconds(message.drain.grace)))
 
     def _answered(self, result: StepResult) -> None:
         if not self._unanswered or self._unanswered[0][0] > result.step_id:
@@ -153,6 +154,7 @@ class AttachLine:
         while self._unanswered and self._unanswered[0][0] <= result.step_id:
             self._unanswered.popleft()
             self.steps_answered += 1
+        self._keeper.progressed()
         for event in events_of(result):
             self._post(event)
 

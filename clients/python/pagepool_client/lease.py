@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from pagepool.durations import to_seconds
 from pagepool.errors import PagepoolError
 from pagepool.memd.v1 import pool_service_pb2 as pb
 from pagepool.memd.v1.types_pb2 import BlockTable, Lease
@@ -116,7 +117,7 @@ class Renewal:
 
     def _run(self) -> None:
         try:
-            while self.failure is None and not self.over.wait(self.lease.ttl.ToNanoseconds() / 3e9):
+            while self.failure is None and not self.over.wait(to_seconds(self.lease.ttl) / 3):
                 self._renew()
             if self.failure is None:
                 self._call("ReleaseLease", self._words.release())

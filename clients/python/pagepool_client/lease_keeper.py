@@ -11,6 +11,8 @@ from pagepool.errors import PagepoolError, Reason
 from pagepool.status import ForeignError
 
 RETRY_S = 0.05
+MAX_REPEATS = 5
+"""How often the stream may break without progress between: what breaks it is then something that is sent each time."""
 _MAY_PASS = frozenset({Reason.INTERNAL_ERROR, Reason.POOL_LOST})
 
 
@@ -36,7 +38,8 @@ class LeaseKeeper:
     """Keeps the lease of `line` from `start` until `stop` or until it is lost. Made before the lease is asked for.
 
     The deadline is counted from the sending of the last heartbeat that was answered, so that memd, which counts from
-    its arrival, never gives the lease up before its worker does.
+    its arrival, never gives the lease up before its worker does. Where the stream breaks again and again, though memd
+    gives the lease back each time, it is given up after MAX_REPEATS times without `progressed` between.
     """
 
     def __init__(self, line: Line, clock: Callable[[], float]) -> None:
@@ -48,6 +51,7 @@ class LeaseKeeper:
         self._alive_at = clock()
         self._break: PagepoolError | None = None
         self._broken = self._stopping = False
+        self._repeats = 0
         self._attention = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pagepool-lease-keeper", daemon=True)
 
@@ -69,6 +73,10 @@ class LeaseKeeper:
             number, sent_at = self._sent.popleft()
             if number == sequence:
                 self._alive_at = sent_at
+
+    def progressed(self) -> None:
+        """What was due of memd has been answered, all or some of it. From the stream's thread."""
+        self._repeats = 0
 
     def broken(self, error: PagepoolError | None) -> None:
         """The stream has ended. From the stream's thread."""
@@ -103,14 +111,25 @@ class LeaseKeeper:
     def _mend(self, left_s: float) -> float:
         if self._break is not None and not may_pass(self._break):
             raise self._break
+        if self._repeats >= MAX_REPEATS:
+            raise self._repetition()
         # Before the attempt: the new stream may break in its turn, and that must not be overlooked.
         self._broken = False
         sent_at = self._clock()
         if self._line.reopen(left_s):
             self._alive_at = sent_at
+            self._repeats += 1
             return 0.0
         self._broken = True
         return min(RETRY_S, left_s)
+
+    def _repetition(self) -> PagepoolError:
+        cause = self._break.message if self._break else "memd ended it in order"
+        message = (
+            f"the stream broke again each of the {self._repeats} times that the lease was taken up ({cause}), and no "
+            "step was answered between; the lease is given up"
+        )
+        return PagepoolError(Reason.LEASE_LOST, message, repeats=self._repeats, cause=cause)
 
     def _silence(self) -> PagepoolError:
         cause = f" ({self._break.message})" if self._broken and self._break else ""

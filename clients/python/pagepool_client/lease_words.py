@@ -6,17 +6,9 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from google.protobuf.duration_pb2 import Duration
-
+from pagepool.durations import to_duration
 from pagepool.errors import PagepoolError, Reason
 from pagepool.memd.v1 import pool_service_pb2 as pool
-
-
-def seconds(value_s: float) -> Duration:
-    """A Duration."""
-    duration = Duration()
-    duration.FromNanoseconds(round(value_s * 1e9))
-    return duration
 
 
 def request_id() -> str:
@@ -126,7 +118,7 @@ def pin_prefix(token_ids: Sequence[int], salt: bytes, retention: Retention) -> p
         salt=salt,
         priority=retention.priority,
         pinned=retention.pinned,
-        ttl=seconds(retention.ttl_s),
+        ttl=to_duration(retention.ttl_s),
     )
 
 
@@ -137,7 +129,7 @@ def unpin_prefix(token_ids: Sequence[int], salt: bytes) -> pool.UnpinPrefixReque
 
 def create_lease(ttl_s: float, holder: str) -> pool.CreateLeaseRequest:
     """A new lease."""
-    return pool.CreateLeaseRequest(request_id=request_id(), ttl=seconds(ttl_s), holder=holder)
+    return pool.CreateLeaseRequest(request_id=request_id(), ttl=to_duration(ttl_s), holder=holder)
 
 
 def is_over(error: PagepoolError) -> bool:

@@ -33,8 +33,13 @@ def quit_key() -> Iterator[Callable[[float], bool]]:
 
 
 def _pressed(terminal: int, seconds: float) -> bool:
-    ready, _, _ = select.select([terminal], [], [], seconds)
-    return bool(ready) and bool(QUIT & set(os.read(terminal, 64)))
+    """Waits on whatever else is pressed, so that a leaning elbow costs the daemons nothing; a terminal's end is a q."""
+    deadline = time.monotonic() + seconds
+    while select.select([terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        keys = os.read(terminal, 64)
+        if not keys or QUIT & set(keys):
+            return True
+    return False
 
 
 def _just_wait(seconds: float) -> bool:

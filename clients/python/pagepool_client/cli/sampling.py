@@ -6,6 +6,7 @@ import argparse
 import time
 from typing import Literal
 
+from pagepool.durations import to_seconds
 from pagepool.errors import invalid_field
 from pagepool.inferd.v1.generation_service_pb2 import FinishReason
 from pagepool_client.inference import Generation
@@ -109,7 +110,7 @@ class Stopwatch:
         if finished is None:
             return "cancelled"
         used, elapsed = finished.usage, time.monotonic() - self._begun
-        decode_s = used.decode_time.ToNanoseconds() / 1e9
+        decode_s = to_seconds(used.decode_time)
         # The first token comes out of the prefill; the decode time is that of the others.
         rate = f", {(used.generated_tokens - 1) / decode_s:.1f} tokens/s" if decode_s > 0 else ""
         drafts = f", {used.accepted_tokens} of {used.draft_tokens} guesses right" if used.draft_tokens else ""

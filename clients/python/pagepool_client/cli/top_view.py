@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pagepool.durations import to_seconds
 from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool.memd.v1.types_pb2 import BlockTable
 from pagepool_client.cli.block_map import KINDS
@@ -214,7 +215,7 @@ def _table(table: BlockTable, frame: Frame, *, wide: bool) -> Sequence[str | Tex
         f"{table.cached_tokens:,}",
         "suspended" if table.suspended else f"{blocks:,}",
         f"{frame.use.own[table.table_id]:,}",
-        span(table.idle_time.ToNanoseconds() / 1e9),
+        span(to_seconds(table.idle_time)),
     ]
     if wide:
         total = frame.seen.pool.usage.total_blocks

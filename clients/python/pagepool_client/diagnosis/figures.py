@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pagekernels.layout import Format, unpack_entry
+from pagepool.durations import to_seconds
 from pagepool.memd.v1.types_pb2 import BLOCK_STATE_HELD, Block, BlockTable, PoolUsage
 from pagepool_client.diagnosis.observation import Observation
 
@@ -108,11 +109,11 @@ def holders(held: Iterable[Block], tables: Sequence[BlockTable]) -> list[Holder]
             key = holder.lease_id, holder.table_id
             blocks[key] += 1
             own[key] += len(block.holders) == 1  # and no others, since many are listed
-            idle[key] = min(idle.get(key, float("inf")), block.idle_time.ToNanoseconds() / 1e9)
+            idle[key] = min(idle.get(key, float("inf")), to_seconds(block.idle_time))
     found = []
     for key, count in blocks.items():
         table = by_id.get(key[1], BlockTable())
-        idle_s = table.idle_time.ToNanoseconds() / 1e9 if table.table_id else idle[key]
+        idle_s = to_seconds(table.idle_time) if table.table_id else idle[key]
         has = len(table.block_ids) or count  # of a block that very many hold, not all are listed
         found.append(Holder(*key, names.get(key[0], ""), has, own[key], table.num_tokens, idle_s))
     return sorted(found, key=lambda holder: (-holder.own_blocks, -holder.blocks, holder.table_id, holder.lease_id))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pagepool.durations import to_seconds
 from pagepool.memd.v1.types_pb2 import BLOCK_STATE_CACHED
 from pagepool_client.diagnosis.figures import Holder, tail_slots_at
 from pagepool_client.diagnosis.findings import Case, Finding, Remedy, Severity
@@ -166,7 +167,7 @@ def pinned_prefixes(case: Case) -> Finding | None:
     if not pinned or 100 * pinned < (10 if case.pressed or case.seen.waiting else 40) * case.total:
         return None
     kept = [block for block in case.seen.blocks if block.pinned and block.state == BLOCK_STATE_CACHED]
-    idle_s = max((block.idle_time.ToNanoseconds() / 1e9 for block in kept), default=0.0)
+    idle_s = max((to_seconds(block.idle_time) for block in kept), default=0.0)
     detail = (
         f"{pinned:,} of {count(case.total, 'block')} ({share(pinned, case.total)}) are pinned and in nobody's use: "
         f"they cannot be granted until their time ends. The one that was used longest ago waits for {span(idle_s)}."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pagepool.durations import to_seconds
 from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool.memd.v1.types_pb2 import Block, BlockTable, Pool
 from pagepool_client.diagnosis.words import span
@@ -44,7 +45,7 @@ class Observation:
     @property
     def uptime_s(self) -> float:
         """How long this memd has run."""
-        return max(0.0, self.at_s - self.pool.start_time.ToNanoseconds() / 1e9)
+        return max(0.0, self.at_s - to_seconds(self.pool.start_time))
 
     def counted(self, name: str) -> int:
         """How far a counter of PoolCounters rose in the time that counts."""
