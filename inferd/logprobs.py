@@ -50,8 +50,8 @@ def score(logits: torch.Tensor, targets: Sequence[Target], rows: Sequence[Row], 
 def logprobs_of(logits: Floats, token: int, top: int) -> TokenLogprobs | None:
     """The logprobs of one row [vocab]: of a token, and of the `top` likeliest, of equals the lower ids.
 
-    None if there is no token (-1) or the logits have none: a NaN, or nothing finite. Sums are in float64; the error is
-    that of exp in float32, below 1e-6.
+    None if there is no token (-1) or the logits have none: a NaN, or nothing finite. A token that the model embeds but
+    has no logit for has -inf. Sums are in float64; the error is that of exp in float32, below 1e-6.
     """
     peak = logits.max()
     if token < 0 or not np.isfinite(peak):
@@ -59,9 +59,8 @@ def logprobs_of(logits: Floats, token: int, top: int) -> TokenLogprobs | None:
     weight = float(np.exp(logits - peak).sum(dtype=np.float64))
     norm = float(peak) + math.log(weight)
     best = _likeliest(logits, top)
-    return TokenLogprobs(
-        token, float(logits[token]) - norm, best.tolist(), (logits[best].astype(np.float64) - norm).tolist()
-    )
+    mine = float(logits[token]) if token < len(logits) else -math.inf
+    return TokenLogprobs(token, mine - norm, best.tolist(), (logits[best].astype(np.float64) - norm).tolist())
 
 
 def _likeliest(logits: Floats, count: int) -> npt.NDArray[np.intp]:

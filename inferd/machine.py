@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from inferd.core.limits import Limits
-from inferd.core.messages import LOGITS_FIELDS
 from inferd.model.load import CPU, ServedModel
 from inferd.model.runner import ModelRunner
 from inferd.surroundings import Model
@@ -96,8 +95,7 @@ class GpuOptions:
 class GpuMachine:
     """CUDA device `index`, current on this thread until `close`: also PyCUDA's, for the mapping of memd's memory."""
 
-    # Its sampler takes tokens on the device and knows temperature, top_k, top_p and min_p.
-    unsupported_fields = (*LOGITS_FIELDS, "n")
+    unsupported_fields = CpuMachine.unsupported_fields  # what the engine cannot do, no device can
 
     def __init__(self, index: int, options: GpuOptions, tell: Tell) -> None:
         self.device = torch.device("cuda", index)

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from inferd.model.cuda_attention import StepAttention, stepping
 from inferd.model.probe import forward
+from pagekernels.cuda.arrays import DeviceArray
 
 MIN_ROWS = 2
 """Sizes of 1 would be compiled on their own, so no step has fewer tokens or logit rows."""
@@ -107,10 +108,12 @@ class Graphs:
     _captured: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     _pool: Any = field(default_factory=torch.cuda.graph_pool_handle)
 
-    def capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """Run once, so that everything is loaded and compiled, then capture; the stream must be torch's current one.
 
-        Raises RuntimeError if the step cannot be captured, for instance since it waits for the GPU half-way.
+        The tensor is an unowned_view of what `run` returned in the capture: behind a replay it holds what that made,
+        until the next replay of any graph of these. Raises RuntimeError if the step cannot be captured, for instance
+        since it waits for the GPU half-way.
         """
         began = time.perf_counter()
         run()
@@ -120,18 +123,31 @@ class Graphs:
         # torch.cuda.graph would collect garbage each time, which takes longer than the capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
-            run()
+            made = run()
         except BaseException:
             with suppress(RuntimeError):  # the reason is what `run` raised
                 graph.capture_end()
             raise
         graph.capture_end()
         self._captured.append(graph)
+        found = unowned_view(made)
         log.debug("captured a step", seconds=round(time.perf_counter() - began, 2))
-        return graph
+        return graph, found
 
     def drop(self) -> None:
         """Give them all up; addresses of a pool that is gone are baked into them."""
         for graph in self._captured:
             graph.reset()
         self._captured.clear()
+
+
+def unowned_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a matrix on a GPU, with its strides, without keeping it: later captures may use it for theirs.
+
+    A graph's results stay where they are while the graph lives; kept, those of all sizes would take a gigabyte.
+    """
+    rows, columns = tensor.shape
+    span = (rows - 1) * tensor.stride(0) + columns
+    memory = DeviceArray(tensor.data_ptr(), (span * tensor.element_size(),), "uint8")
+    flat = torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, (tensor.stride(0), 1))

@@ -3,6 +3,7 @@
 Small steps (decodes, suffixes after a prefix hit, a few of both) are padded up to one that was captured as a CUDA
 graph: ids resolved, attention planned, forward, sampling. Larger ones, chunks of prefill, are launched one kernel after
 the other. Either way the host only stages inputs, launches, and later waits for an event behind the copy of the tokens.
+What rows ask of their logits beside a token is launched behind the step (`cuda_logits`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import structlog
 import torch
 
 from inferd.core.ports import StepInput
+from inferd.core.scheduler import SCORED_ROWS
 from inferd.model.cuda_attention import CUDA_ATTENTION_NAME, LongSteps, ShortSteps, StepAttention
 from inferd.model.cuda_graphs import DECODE_SIZES, MIN_ROWS, MIXED_SIZES, CompiledForward, Graphs, ladder
+from inferd.model.cuda_logits import LogitsWork, rows_at_once
 from inferd.model.cuda_steps import Room, StepBuffers, chunks_of, short_first, shorts_of
 from inferd.model.cuda_tokens import DEPTH, Launched, TokenRing, device_errors
 from inferd.model.load import ServedModel
@@ -60,10 +64,11 @@ class DevicePool:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """A captured step of one size."""
+    """A captured step of one size, and where its logits are behind a replay."""
 
     buffers: StepBuffers
     graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
 
     def holds(self, need: Room) -> bool:
         """Whether a step of this size can be padded up to this one."""
@@ -103,6 +108,7 @@ class CudaRunner:
             self._tokens = torch.zeros(rows, dtype=torch.int32, device=served.model.device)
         self._ring = TokenRing(device, rows)
         self._sampler: GpuSampler | None = None
+        self._work: LogitsWork | None = None
         self._graphs = Graphs(self._stream)
         self._rungs: list[Rung] = []
         most = limits.max_batch_tokens
@@ -116,19 +122,29 @@ class CudaRunner:
             if step.copies:
                 self._ops.copy_blocks(*copies_of(step))
             need = room_for(step)
-            if rung := next((rung for rung in self._rungs if rung.holds(need)), None):
+            rungs = () if step.targets else self._rungs  # which have no rows for targets
+            if rung := next((rung for rung in rungs if rung.holds(need)), None):
                 rung.buffers.stage(step, rows)
                 rung.graph.replay()
+                logits = rung.logits
             else:
-                self._launch_uncaptured(step, rows)
-            return slot.end(self._tokens.data_ptr(), len(rows))
+                logits = self._launch_uncaptured(step, rows)
+            asked = None
+            if step.targets or any(map(_EXTRAS, rows)):
+                assert self._work is not None
+                asked = self._work.launch(logits, rows, step.targets)
+            return slot.end(self._tokens.data_ptr(), len(rows), asked)
 
     def capture(self, tell: Callable[[str], None]) -> None:
         """Compile the forward and capture the steps of all sizes; from then on neither happens any more."""
         began = time.perf_counter()
         tell("compiling the model for the GPU (some ten seconds the first time)")
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            self._run(self._short, ShortSteps(self._ops, self._uses, self._short.batch), MIN_ROWS)
+            attention = ShortSteps(self._ops, self._uses, self._short.batch)
+            logits = self._run(self._short, attention, MIN_ROWS)
+            self._work = self._logits_work(logits.shape[1])
+            logits = self._run(self._short, attention, MIN_ROWS, targets=True)
+            self._work.warm_up(logits, len(self._tokens), SCORED_ROWS)
             self._stream.synchronize()
             tell(f"ready to capture after {time.perf_counter() - began:.1f} s")
             if self._limits.graphs:
@@ -142,9 +158,10 @@ class CudaRunner:
         self._rungs.clear()
         self._graphs.drop()
         self._ops.close()
-        if self._sampler is not None:
-            self._sampler.close()
-            self._sampler = None
+        for each in (self._sampler, self._work):
+            if each is not None:
+                each.close()
+        self._sampler = self._work = None
 
     def _rooms(self) -> list[Room]:
         """The sizes to capture, in the order in which a step is tried on them."""
@@ -174,15 +191,15 @@ class CudaRunner:
         buffers = StepBuffers(self._device, room)
         attention = ShortSteps(self._ops, self._uses, buffers.batch)
         buffers.stage(NOTHING, [])
-        graph = self._graphs.capture(lambda: self._run(buffers, attention, room.tokens))
-        self._rungs.append(Rung(buffers, graph))
+        graph, logits = self._graphs.capture(lambda: self._run(buffers, attention, room.tokens))
+        self._rungs.append(Rung(buffers, graph, logits))
 
-    def _launch_uncaptured(self, step: StepInput, rows: Sequence[Row]) -> None:
-        used = max(MIN_ROWS, len(step.token_ids))
+    def _launch_uncaptured(self, step: StepInput, rows: Sequence[Row]) -> torch.Tensor:
+        used, targets = max(MIN_ROWS, len(step.token_ids)), bool(step.targets)
         if max(step.q_lens) <= MAX_QUERY_TOKENS:
             self._short.stage(step, rows)
-            self._run(self._short, ShortSteps(self._ops, self._uses, self._short.batch), used)
-            return
+            attention = ShortSteps(self._ops, self._uses, self._short.batch)
+            return self._run(self._short, attention, used, targets=targets)
         step = short_first(step, MAX_QUERY_TOKENS)
         chunks = chunks_of(step, MAX_QUERY_TOKENS)
         short = None
@@ -191,28 +208,40 @@ class CudaRunner:
             self._ops.plan(self._short.batch)
             short = self._short.batch
         self._long.stage(step, rows)
-        self._run(self._long, LongSteps(self._ops, self._uses, self._sinks, self._long.batch, short, chunks), used)
+        long = LongSteps(self._ops, self._uses, self._sinks, self._long.batch, short, chunks)
+        return self._run(self._long, long, used, targets=targets)
 
-    def _run(self, buffers: StepBuffers, attention: StepAttention, tokens: int) -> None:
-        """What a captured step consists of."""
+    def _run(
+        self, buffers: StepBuffers, attention: StepAttention, tokens: int, *, targets: bool = False
+    ) -> torch.Tensor:
+        """What a captured step consists of; its logits, of room.rows rows and those of targets behind."""
         sampler, address = self._sampler, self._tokens.data_ptr()
         ids, positions = buffers.ids[:tokens][None], buffers.positions[:tokens][None]
         if sampler is not None:
             sampler.resolve_ids(ids.data_ptr(), 8, tokens, address)
         self._ops.plan(buffers.batch)
-        logits = self._forward(ids, positions, buffers.logit_rows, attention)
+        num_rows = buffers.room.rows
+        wanted = buffers.logit_rows if targets else buffers.logit_rows[:num_rows]
+        logits = self._forward(ids, positions, wanted, attention)
         if sampler is None:
             dtype = str(logits.dtype).removeprefix("torch.")
             sampler = self._sampler = GpuSampler(self._device, self._tokens.numel(), logits.shape[-1], dtype)
-        sampler.sample(logits, buffers.records, address)
+        sampler.sample(logits[:num_rows], buffers.records, address)
+        return logits
+
+    def _logits_work(self, vocab: int) -> LogitsWork:
+        sampler = GpuSampler(self._device, min(rows_at_once(vocab), len(self._tokens)), vocab, "float32")
+        return LogitsWork(sampler, self._tokens, vocab)
 
     def _buffers(self, sequences: int, tokens: int, max_queries: int) -> StepBuffers:
         rows = max(MIN_ROWS, sequences)
-        buffers = StepBuffers(self._device, Room(sequences, tokens, rows, self._blocks, max_queries))
+        room = Room(sequences, tokens, rows, self._blocks, max_queries)
+        buffers = StepBuffers(self._device, room, SCORED_ROWS)
         buffers.stage(NOTHING, [])
         return buffers
 
 
+_EXTRAS = attrgetter("extras")
 NOTHING = StepInput([], [], [], [], [], [], [])
 
 

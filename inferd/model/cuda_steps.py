@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -48,17 +48,17 @@ class Room:
 
 
 class StepBuffers:
-    """A DeviceBatch with a model's further inputs: ids and positions [T], rows [R], and the sampler's records [R].
+    """A DeviceBatch with a model's further inputs: ids and positions [T], rows [R + G], and the sampler's records [R].
 
-    Views of fixed device memory, so a captured step reads what was staged last.
+    Views of fixed device memory, so a captured step reads what was staged last. The last G rows are those of targets.
     """
 
-    def __init__(self, device: CudaDevice, room: Room) -> None:
-        self.room = room
+    def __init__(self, device: CudaDevice, room: Room, num_targets: int = 0) -> None:
+        self.room, self._num_rows = room, room.rows + num_targets
         extra = {
             "token_ids": ("int64", room.tokens),
             "positions": ("int64", room.tokens),
-            "logit_rows": ("int64", room.rows),
+            "logit_rows": ("int64", self._num_rows),
             "records": ("int32", room.rows * _RECORD_WORDS),
         }
         self.batch = DeviceBatch(device, room.sequences, room.tokens, room.blocks, room.max_queries, extra)
@@ -73,8 +73,11 @@ class StepBuffers:
     def stage(self, step: StepInput, rows: Sequence[Row]) -> None:
         """Put a step there, for what is launched from now on."""
         # Rows beyond the step's are row 0, whose token their padding records do not write anywhere.
-        logit_rows = np.zeros(self.room.rows, np.int64)
+        logit_rows = np.zeros(self._num_rows, np.int64)
         logit_rows[: len(step.logit_rows)] = step.logit_rows
+        if step.targets:
+            first = self.room.rows
+            logit_rows[first : first + len(step.targets)] = [target.row for target in step.targets]
         extra: dict[str, Sequence[int] | Array] = {
             "token_ids": step.token_ids,
             "positions": step.positions,
@@ -85,7 +88,7 @@ class StepBuffers:
 
 
 def short_first(step: StepInput, most: int) -> StepInput:
-    """The same step with its sequences of at most `most` query tokens first; logit rows keep their order."""
+    """The same step with its sequences of at most `most` query tokens first; rows keep their order. Without copies."""
     order = sorted(range(len(step.q_lens)), key=lambda s: step.q_lens[s] > most)
     if order == list(range(len(order))):
         return step
@@ -101,6 +104,7 @@ def short_first(step: StepInput, most: int) -> StepInput:
         kv_lens=[step.kv_lens[s] for s in order],
         tables=[step.tables[s] for s in order],
         logit_rows=moved[np.asarray(step.logit_rows, np.int64)].tolist(),
+        targets=[replace(target, row=int(moved[target.row])) for target in step.targets],
     )
 
 

@@ -1,4 +1,4 @@
-"""The tokens of steps in flight on a GPU, on their way to the host."""
+"""The tokens of steps in flight on a GPU, and the logprobs that some ask for, on their way to the host."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from inferd.logprobs import Scores
+from inferd.model.cuda_logits import Asked
 from inferd.surroundings import DeviceLostError
 from pagekernels.cuda.device import CudaDevice
 
@@ -17,12 +19,13 @@ DEPTH = 2
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step on the GPU; `ended` is recorded behind the copy of its tokens into `host`."""
+    """A step on the GPU; `ended` is recorded behind the copies of its tokens into `host`, and of what was `asked`."""
 
     host: Any
     count: int
     began: Any
     ended: Any
+    asked: Asked | None = None
 
     @property
     def forward_s(self) -> float:
@@ -35,6 +38,10 @@ class Launched:
             self.ended.synchronize()
         tokens: list[int] = self.host[: self.count].tolist()
         return tokens
+
+    def scores(self) -> Scores | None:
+        """See inferd.surroundings.Scoring."""
+        return None if self.asked is None else self.asked.scores()
 
 
 class device_errors:  # noqa: N801 (a context manager reads like a function)
@@ -77,8 +84,8 @@ class _Slot:
     began: Any
     ended: Any
 
-    def end(self, tokens: int, count: int) -> Launched:
+    def end(self, tokens: int, count: int, asked: Asked | None) -> Launched:
         if count:
             self.device.api.memcpy_dtoh_async(self.host[:count], tokens, self.device.stream)
         self.ended.record(self.device.stream)
-        return Launched(self.host, count, self.began, self.ended)
+        return Launched(self.host, count, self.began, self.ended, asked)

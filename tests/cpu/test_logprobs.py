@@ -51,6 +51,12 @@ def test_a_small_vocabulary_and_minus_infinity_list_what_there_is() -> None:
     assert found.logprob == -np.inf
 
 
+def test_a_token_that_the_model_has_no_logit_for_has_minus_infinity() -> None:
+    found = logprobs_of(np.array([0.0, 1.0], np.float32), 2, 1)
+    assert found is not None
+    assert (found.logprob, found.top_token_ids) == (-np.inf, [1])
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_logits_that_are_not_finite_have_none(bad: float) -> None:
     logits = logits_of(30)

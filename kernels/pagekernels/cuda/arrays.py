@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 from typing import Any, Protocol
 
-ITEM_BYTES = {"int32": 4, "uint32": 4, "int64": 8, "float32": 4}
-_TYPESTR = {"int32": "<i4", "uint32": "<u4", "int64": "<i8", "float32": "<f4"}
+ITEM_BYTES = {"uint8": 1, "int32": 4, "uint32": 4, "int64": 8, "float32": 4}
+_TYPESTR = {"uint8": "|u1", "int32": "<i4", "uint32": "<u4", "int64": "<i8", "float32": "<f4"}
 
 
 class DeviceTensor(Protocol):
