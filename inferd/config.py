@@ -35,6 +35,14 @@ def parse_name(text: str) -> str:
     return text
 
 
+def parse_wait(text: str) -> float:
+    """Seconds, or 0. Raises ValueError."""
+    try:
+        return 0.0 if text in {"0", "0s"} else parse_seconds(text)
+    except ValueError:
+        raise ValueError("0, or a time such as 10s or 500ms") from None
+
+
 def parse_speculate_tokens(text: str) -> int:
     """The longest draft. Raises ValueError."""
     if not (text.isascii() and text.isdigit() and int(text) <= MAX_SPECULATE_TOKENS):
@@ -90,6 +98,12 @@ class InferdConfig:
         "every prompt is computed whole",
         parse_bool,
         default=True,
+    )
+    prefix_wait: float = setting(
+        "seconds that a request waits at most for a prefix which another one is computing, on whatever worker, instead "
+        "of computing it too (0: it never waits)",
+        parse_wait,
+        default=10.0,
     )
     speculate_tokens: int = setting(
         "tokens that a request guesses a step from what followed the same words before, where it does not say itself; "

@@ -284,9 +284,12 @@ class Engine:
     def _report(self) -> float:
         self._note()
         due_s = self._reporter.send_if_due(self._around.clock())
-        deadlines = [at - self._around.clock() for at in (self._stop_at, self._detach_at) if at is not None]
+        deadlines = [at - self._around.clock() for at in self._deadlines() if at is not None]
         claim_s = CLAIM_EVERY_S if self._scheduler.claims else REST_S
         return max(0.0, min([REST_S if due_s is None else due_s, claim_s, *deadlines]))
+
+    def _deadlines(self) -> tuple[float | None, ...]:
+        return self._stop_at, self._detach_at, self._scheduler.asks_at
 
     def _note(self) -> None:
         self._tally.note(self._scheduler, self._attachment.unary_calls() if self._attachment else None)

@@ -131,8 +131,8 @@ def rest(mailbox: Mailbox, seconds: float) -> None:
 def limits_on(kind: str, setup: Setup) -> Limits:
     """What a step may hold on a kind of device. PagepoolError if no step could be built."""
     tokens, sequences = DEFAULT_LIMITS[kind]
-    most = setup.max_batch_tokens or tokens
-    return Limits(most, setup.max_num_seqs or sequences, setup.max_queue, setup.speculate_tokens, setup.chunked_prefix)
+    most = setup.max_batch_tokens or tokens, setup.max_num_seqs or sequences, setup.max_queue
+    return Limits(*most, setup.speculate_tokens, setup.chunked_prefix, setup.prefix_wait_s)
 
 
 def open_machine(index: int | None, setup: Setup, tell: Callable[[str], None]) -> Machine:

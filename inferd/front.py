@@ -73,6 +73,7 @@ def setup(config: InferdConfig) -> Setup:
         max_batch_tokens=config.max_batch_tokens or 0,
         max_num_seqs=config.max_num_seqs or 0,
         max_queue=config.max_queue,
+        prefix_wait_s=config.prefix_wait,
         speculate_tokens=config.speculate_tokens,
         chunked_prefix=config.enable_chunked_prefix,
         warmup=config.warmup,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from itertools import islice
 
+from inferd.core.prefix_waits import PrefixWaits
 from inferd.core.sequence import Sequence
 
 
@@ -12,10 +13,12 @@ class Admission:
     """Strictly in order: by priority, then first come, first served.
 
     Several tables may be asked for in one step. Once one is refused, those behind it that are granted are given back,
-    and only the head of the queue asks, each time that blocks have come free.
+    and only the head of the queue asks, each time that blocks have come free. Those that wait for a prefix to be
+    computed, at most for `prefix_wait_s`, hold nobody up: the others go on as if they were not there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefix_wait_s: float) -> None:
+        self.waits = PrefixWaits(prefix_wait_s)
         self.waiting: list[Sequence] = []
         self._asked: dict[int, Sequence] = {}
         self._refused: Sequence | None = None
@@ -39,15 +42,18 @@ class Admission:
     def drop(self, sequence: Sequence) -> None:
         """It waits no more."""
         self.waiting.remove(sequence)
+        self.waits.forget(sequence.request)
         if sequence is self._refused:
             self._refused = None
 
-    def ask(self, room: int) -> list[Sequence]:
+    def ask(self, room: int, now: float) -> list[Sequence]:
         """Those to ask for now, if so many more may run; their answers are awaited from here on."""
-        if self._refused is not None:
-            asking = self.waiting[:1] if self._may_ask and not self._asked and room > 0 else []
-        else:
-            asking = list(islice((each for each in self.waiting if each.request not in self._asked), max(room, 0)))
+        self.waits.pass_to(now)
+        if room <= 0 or (self._refused is not None and (self._asked or not self._may_ask)):
+            return []
+        unasked = (each for each in self.waiting if each.request not in self._asked)
+        ready = (each for each in unasked if not self.waits.rests(each.request))
+        asking = list(islice(ready, room if self._refused is None else 1))
         self._asked.update((sequence.request, sequence) for sequence in asking)
         return asking
 
@@ -63,6 +69,7 @@ class Admission:
         """It has got its blocks."""
         self._refused = None
         self.waiting.remove(sequence)
+        self.waits.forget(sequence.request)
 
     def refuse(self, sequence: Sequence) -> None:
         """There are too few blocks for it now."""
@@ -74,9 +81,15 @@ class Admission:
         """Blocks have come free."""
         self._may_ask = True
 
+    def news(self) -> None:
+        """Memd says that it makes sense to ask again."""
+        self._may_ask = True
+        self.waits.wake()
+
     def reset(self) -> None:
         """Memd is another one: nothing is awaited of it, and nothing was refused."""
         self._asked, self._refused, self._may_ask = {}, None, True
+        self.waits.wake()
 
 
 def _rank(sequence: Sequence) -> tuple[int, float, int]:

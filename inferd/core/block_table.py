@@ -5,13 +5,16 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from inferd.core.ports import BlockCopy
+
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
     """One table. Token positions [0, num_tokens) are committed, [num_tokens, num_prepared) are being written.
 
     `entries` are the packed words of its blocks; another object whenever they change. Positions below num_writable that
-    are not prepared lie in blocks that no other table has: to prepare them is to count num_prepared up.
+    are not prepared lie in blocks that no other table has: to prepare them is to count num_prepared up. `copy` is one
+    that has to be made before anything is written to the table or read from it.
     """
 
     table_id: int
@@ -21,3 +24,4 @@ class BlockTable:
     num_prepared: int = 0
     cached_tokens: int = 0
     num_writable: int = 0
+    copy: BlockCopy | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 
 from inferd.core.block_table import BlockTable
@@ -90,6 +91,8 @@ class BlockTables:
         table = BlockTable(
             grant.table_id, list(grant.block_ids), array("I", grant.entries), cached, cached, cached, room
         )
+        if grant.copy_source is not None:
+            table.copy, table.num_writable = BlockCopy(grant.copy_source, table.entries[cached // self._size]), 0
         self._tables[table.table_id] = table
         self._holders.update(table.block_ids)
         return table
@@ -133,21 +136,15 @@ class BlockTables:
     def fork(self, table_id: int) -> int:
         """The id of a new table that shares all blocks of this one. ValueError while tokens of it are being written."""
         source = self._tables[table_id]
-        if source.num_prepared > source.num_tokens:
+        if source.num_prepared > source.num_tokens or source.copy is not None:
             count = source.num_prepared - source.num_tokens
-            raise ValueError(f"{count} tokens of table {table_id} are being written: commit them before the fork")
+            what = f"{count} tokens are being written to" if count else "a block is still to be copied into"
+            raise ValueError(f"{what} table {table_id}: commit to it before the fork")
         if not self._ids:
             raise ReserveShortError("no table id is in reserve")
         new_id = self._ids.pop(0)
-        self._tables[new_id] = BlockTable(
-            new_id,
-            list(source.block_ids),
-            source.entries,
-            source.num_tokens,
-            source.num_prepared,
-            source.cached_tokens,
-        )
         source.num_writable = 0
+        self._tables[new_id] = replace(source, table_id=new_id, block_ids=list(source.block_ids))
         self._holders.update(source.block_ids)
         self._words.limit(table_id, -1)
         self._words.limit(new_id, -1)
@@ -170,6 +167,8 @@ class BlockTables:
         copies = [self._replace(table, index) for index in shared]
         # Only the first block can have tokens before those to be written.
         copies = copies[:1] if shared[:1] == [first] and table.num_prepared % self._size else []
+        if table.copy is not None:  # into a block that no other table has
+            copies, table.copy = [table.copy], None
         if missing:
             self._take(table, missing)
         table.num_prepared = end
@@ -217,6 +216,7 @@ class BlockTables:
         table.num_tokens = table.num_prepared = num_tokens
         table.num_writable = 0
         if num_tokens < table.cached_tokens:
+            table.copy = table.copy if rest and index == table.cached_tokens // self._size else None
             table.cached_tokens = index * self._size
         return copies
 

@@ -14,6 +14,7 @@ class Limits:
 
     Without chunked_prefix no request takes from the pool what it has of its prompt: all of it is computed.
     speculate_tokens are the most that a sequence guesses a step where its request does not say; 0 is none.
+    A request waits up to prefix_wait_s for a prefix that another one is computing, 0: not at all.
     PagepoolError (INVALID_FIELD, naming the flag) where no step could be built.
     """
 
@@ -22,6 +23,7 @@ class Limits:
     max_queue: int = 1024
     speculate_tokens: int = 0
     chunked_prefix: bool = True
+    prefix_wait_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

@@ -67,6 +67,7 @@ class Setup:
     max_batch_tokens: int = 0
     max_num_seqs: int = 0
     max_queue: int = 1024
+    prefix_wait_s: float = 10.0
     speculate_tokens: int = 0
     chunked_prefix: bool = True
     warmup: bool = True

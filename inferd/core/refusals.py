@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inferd.core.limits import Limits
 from inferd.core.ports import Refusal
 from inferd.core.sequence import Sequence
 from pagepool.errors import PagepoolError, Reason
@@ -33,6 +34,12 @@ def too_large(sequence: Sequence, block_size: int, total_blocks: int) -> Pagepoo
     )
     values = {"prompt_tokens": prompt, "max_tokens": most, "num_blocks": blocks, "block_size": block_size}
     return PagepoolError(Reason.REQUEST_TOO_LARGE, message, field="max_tokens", total_blocks=total_blocks, **values)
+
+
+def queue_full(num_waiting: int, limits: Limits) -> PagepoolError:
+    """The error of a request that comes while so many wait."""
+    message = f"{num_waiting} requests wait, and --max-queue is {limits.max_queue}; retry later"
+    return PagepoolError(Reason.QUEUE_FULL, message, retry_after_s=1.0, waiting=num_waiting, limit=limits.max_queue)
 
 
 def _pinned(num_blocks: int, pinned: int, total: int) -> PagepoolError:

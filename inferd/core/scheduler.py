@@ -12,10 +12,10 @@ from inferd.core.block_tables import BlockTables, ReserveShortError
 from inferd.core.limits import Limits
 from inferd.core.plan import Draft, Plan, chunk_size
 from inferd.core.ports import Grant, PoolInfo, Refusal, Step, TableRequest
-from inferd.core.refusals import too_large, why_cornered, why_never
+from inferd.core.refusals import queue_full, too_large, why_cornered, why_never
 from inferd.core.reserve import Reserve
 from inferd.core.sequence import Phase, Sequence
-from pagepool.errors import PagepoolError, Reason
+from pagepool.errors import PagepoolError
 
 SCORED_ROWS = 128
 """Rows of a step whose logits are kept for prompt logprobs: 128 MB of them for a vocabulary of 256 Ki tokens."""
@@ -42,7 +42,7 @@ class Scheduler:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._block_size = self._total_blocks = 0
-        self._queue = Admission()
+        self._queue = Admission(limits.prefix_wait_s)
         self._tables = BlockTables(1)  # of no pool yet: attach makes those of the pool
         self._reserve = Reserve(self._tables, 1)
         self._yielding: list[Sequence] = []
@@ -60,6 +60,11 @@ class Scheduler:
     def claims(self) -> bool:
         """Whether blocks are claimed of memd, which has to be repeated every CLAIM_EVERY_S."""
         return self._reserve.claims
+
+    @property
+    def asks_at(self) -> float | None:
+        """When a sequence has waited long enough for a prefix, and is to be asked for without; None if none waits."""
+        return self._queue.waits.next_end if self.admitting else None
 
     def attach(self, info: PoolInfo) -> None:
         """Work with this pool, of which nothing is held yet."""
@@ -93,10 +98,7 @@ class Scheduler:
             raise too_large(sequence, self._block_size, self._total_blocks)
         limit = self._limits.max_queue + self._limits.max_num_seqs - len(self.running)
         if len(self.waiting) >= limit:
-            message = f"{len(self.waiting)} requests wait, and --max-queue is {self._limits.max_queue}; retry later"
-            raise PagepoolError(
-                Reason.QUEUE_FULL, message, retry_after_s=1.0, waiting=len(self.waiting), limit=self._limits.max_queue
-            )
+            raise queue_full(len(self.waiting), self._limits)
         self._queue.add(sequence)
 
     def unfit(self) -> list[tuple[Sequence, PagepoolError]]:
@@ -152,6 +154,9 @@ class Scheduler:
             return None
         if (error := why_never(sequence, self._block_size, refusal)) is not None:
             return sequence, error
+        if refusal.pending:
+            self._queue.waits.refused(sequence.request)
+            return None
         self._queue.refuse(sequence)
         for other in [each for each in self.running if not each.has_begun and each.rank > sequence.rank]:
             self._take_back(other)
@@ -159,8 +164,8 @@ class Scheduler:
         return None
 
     def freed(self) -> None:
-        """News from memd: blocks have come free."""
-        self._queue.freed()
+        """News from memd: blocks have come free, or a prefix that is waited for is there or will not be."""
+        self._queue.news()
         self._reserve.freed()
 
     def victim(self, table_id: int) -> None:
@@ -179,7 +184,7 @@ class Scheduler:
             self._take_back(sequence)
         self._reserve.keep(self.running, now, self._draft_tokens)
         room = self._limits.max_num_seqs - len(self.running) - self._queue.num_asked
-        for sequence in self._queue.ask(room) if self.admitting else ():
+        for sequence in self._queue.ask(room, now) if self.admitting else ():
             self._tables.create(self._request(sequence))
         return self._tables.take_steps()
 
@@ -270,6 +275,8 @@ class Scheduler:
             arrival=sequence.arrived_at,
             headroom=len(self.running) + int(patience * (whole - num_blocks)),
             resume_table_id=sequence.suspended_id,
+            partial=True,
+            wait_for_prefix=not resuming and self._queue.waits.may_wait(sequence.request),
         )
 
     def _take_in(self, draft: Draft, sequence: Sequence, count: int) -> bool:

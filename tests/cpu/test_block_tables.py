@@ -158,7 +158,7 @@ def test_calls_that_make_no_sense_are_refused(worker: MemoryPool, tables: BlockT
     with pytest.raises(ValueError, match=r"1 tokens are committed .* but 0 were prepared"):
         tables.commit(first, [1])
     tables.prepare(first, 2)
-    with pytest.raises(ValueError, match=r"2 tokens of table .* are being written"):
+    with pytest.raises(ValueError, match=r"2 tokens are being written to table"):
         tables.fork(first)
     with pytest.raises(ValueError, match=r"retracted to 2, but .* are 3 to 5"):
         tables.retract(first, 2)
@@ -250,3 +250,47 @@ def test_100_random_interleavings_agree_with_the_pool_after_every_step() -> None
     assert pool.usage().held == 0
     seen = (player.copied, player.cut_by_copy, player.matched, pool.counters.evicted_blocks)
     assert min(seen) > 50, seen
+
+
+def part(worker: MemoryPool, tables: BlockTables, kept: int = 5) -> tuple[int, int]:
+    """A table that begins with `kept` tokens of a cached block beyond a full one, and that block's entry."""
+    first = create(worker, tables, 2)
+    write(worker, tables, first, 2 * SIZE)
+    source = tables[first].entries[1]
+    tables.release(first)
+    send(worker, tables)
+    prompt = [5] * (SIZE + kept) + [6, 6]
+    worker.submit(Step(creates=[TableRequest(1, prompt, 3, partial=True)]))
+    (grant,) = worker.poll()
+    assert isinstance(grant, Grant)
+    return tables.created(grant).table_id, source
+
+
+@pytest.mark.parametrize("count", [1, 2, SIZE])
+def test_a_part_of_a_block_is_copied_before_the_first_write_and_once(
+    worker: MemoryPool, tables: BlockTables, count: int
+) -> None:
+    table, source = part(worker, tables)
+    assert tables[table].num_tokens == SIZE + 5
+    assert write(worker, tables, table, count) == [BlockCopy(source, tables[table].entries[1])]
+    assert write(worker, tables, table, 1) == []
+
+
+def test_a_table_whose_block_is_still_to_be_copied_is_not_forked(worker: MemoryPool, tables: BlockTables) -> None:
+    reserve(worker, tables)
+    table, _ = part(worker, tables)
+    with pytest.raises(ValueError, match=r"still to be copied into table .*: commit to it before the fork"):
+        tables.fork(table)
+    write(worker, tables, table, 1)
+    tables.fork(table)
+
+
+@pytest.mark.parametrize(("length", "copies"), [(SIZE + 4, 1), (SIZE, 0), (0, 0)])
+def test_no_copy_is_made_into_a_block_that_truncation_has_dropped(
+    worker: MemoryPool, tables: BlockTables, length: int, copies: int
+) -> None:
+    reserve(worker, tables)
+    table, _ = part(worker, tables)
+    assert tables.truncate(table, length) == []
+    send(worker, tables)
+    assert len(write(worker, tables, table, 1)) == copies

@@ -136,7 +136,7 @@ def test_a_prompt_that_is_scored_is_computed_whatever_of_it_the_pool_has() -> No
     rig.settle()
     rig.submit(2, prompt(40), 5)
     rig.settle()
-    assert rig.finished(2).used.cached_tokens == 32
+    assert rig.finished(2).used.cached_tokens == 39
     rig.submit(3, prompt(40), 5, prompt_logprobs=2)
     rig.settle()
     assert rig.finished(3).used.cached_tokens == 0
@@ -144,7 +144,7 @@ def test_a_prompt_that_is_scored_is_computed_whatever_of_it_the_pool_has() -> No
     assert rig.generated(3) == rig.generated(1)
     rig.submit(4, prompt(40), 5, logprobs=2)
     rig.settle()
-    assert rig.finished(4).used.cached_tokens == 32, "logprobs of what is generated need no prompt"
+    assert rig.finished(4).used.cached_tokens == 39, "logprobs of what is generated need no prompt"
 
 
 @pytest.mark.parametrize("length", [1, 2, 8, 9])

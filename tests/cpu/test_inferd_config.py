@@ -33,9 +33,9 @@ def test_the_engine_is_told_what_inferd_was_told(tmp_path: Path) -> None:
     flags = "--model /m --memd unix:/run/x/memd.sock --name w --dtype bfloat16 --threads 3 --max-batch-tokens 7"
     more = f"--max-num-seqs 5 --max-queue 4 --no-warmup --cache-dir {tmp_path} --log-level debug --log-format json"
     gpu = "--device cuda:1 --compile off --graphs off"
-    guesses = ["--speculate-tokens", "6"]
+    guesses = ["--speculate-tokens", "6", "--prefix-wait", "1500ms"]
     told = setup(load_config([*flags.split(), *more.split(), *gpu.split(), *guesses]).config)
-    assert told.speculate_tokens == 6
+    assert (told.speculate_tokens, told.prefix_wait_s) == (6, 1.5)
     assert (told.device, told.compile, told.graphs) == ("cuda:1", False, False)
     assert (told.model, told.memd, told.name, told.dtype) == ("/m", "unix:/run/x/memd.sock", "w", "bfloat16")
     assert (told.threads, told.max_batch_tokens, told.max_num_seqs, told.max_queue) == (3, 7, 5, 4)
@@ -54,6 +54,11 @@ def test_prefixes_are_reused_unless_that_is_turned_off() -> None:
     assert limits_on("cpu", setup(load_config(["--no-enable-chunked-prefix"]).config)).chunked_prefix is False
 
 
+def test_a_request_need_not_wait_for_a_prefix() -> None:
+    assert setup(load_config([]).config).prefix_wait_s == 10.0
+    assert setup(load_config(["--prefix-wait", "0"]).config).prefix_wait_s == 0.0
+
+
 def test_nothing_is_guessed_unless_asked_for() -> None:
     assert setup(load_config([]).config).speculate_tokens == 0
     assert setup(load_config(["--speculate-tokens", "32"]).config).speculate_tokens == 32
@@ -64,6 +69,7 @@ def test_nothing_is_guessed_unless_asked_for() -> None:
     [
         (["--memd", "tcp:127.0.0.1:7070"], "Unix socket"),
         (["--memd", "nonsense"], "unix:PATH"),
+        (["--prefix-wait", "-1"], "0, or a time such as 10s"),
         (["--listen", "tcp:0.0.0.0:7071"], "loopback"),
         (["--dtype", "int8"], "bfloat16"),
         (["--threads", "0"], "at least 1"),

@@ -63,7 +63,7 @@ def test_a_second_worker_attends_to_the_first_ones_blocks(default_memd: Memd, wo
     tokens, table, cached = watched(default_memd, worker, request)
     again, second_table, second_cached = watched(default_memd, second, request)
     assert cached == 0
-    assert second_cached == 992, "all 62 blocks but the one with the last token"
+    assert second_cached == 999, "62 blocks, and all of the next one but the last token, whose logits are wanted"
     assert again == tokens
     assert list(second_table.block_ids[:62]) == list(table.block_ids[:62])
     assert list(second_table.entries[:62]) == list(table.entries[:62])
@@ -77,7 +77,7 @@ def test_another_salt_shares_nothing(default_memd: Memd, worker: Worker) -> None
     first = worker.generate(greedy(prompt, 2, ignore_eos=True, cache_salt=b"one"))
     other = worker.generate(greedy(prompt, 2, ignore_eos=True, cache_salt=b"two"))
     same = worker.generate(greedy(prompt, 2, ignore_eos=True, cache_salt=b"one"))
-    assert [run.finished.usage.cached_tokens for run in (first, other, same)] == [0, 0, 48]
+    assert [run.finished.usage.cached_tokens for run in (first, other, same)] == [0, 0, 63]
 
 
 def test_a_worker_killed_under_load_costs_the_others_nothing(tiny_pair: tuple[Memd, Worker, Worker]) -> None:
