@@ -14,6 +14,7 @@ from inferd.core.speculation import MAX_SPECULATE_TOKENS
 from inferd.strategy import Strategy, check_strategy
 from pagepool.errors import PagepoolError, Reason, invalid_field
 from pagepool.inferd.v1 import generation_service_pb2 as pb
+from pagepool.limits import check_priority, check_salt
 from pagepool.token_ids import TOKEN_BYTES, unpack
 
 DEFAULT_MAX_TOKENS = 256
@@ -21,7 +22,7 @@ MAX_TEMPERATURE = 100.0
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 MAX_PENALTY, MAX_BIAS, MAX_BIASES, MAX_LOGPROBS = 2.0, 100.0, 1024, 20
 MAX_STOPS, MAX_STOP_BYTES, MAX_STOP_TOKENS = 16, 256, 64
-MAX_REQUEST_ID_BYTES, MAX_SALT_BYTES = 128, 64
+MAX_REQUEST_ID_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ def check(request: pb.GenerateRequest, card: ModelCard) -> Checked:
     _check_stops(request.stop)
     _at_most("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKENS, "ids", "give fewer")
     check_token_ids("stop_token_ids", request.stop_token_ids, card)
-    _at_most("cache_salt", len(request.cache_salt), MAX_SALT_BYTES, "bytes", "use a digest of it")
+    check_salt("cache_salt", request.cache_salt)
+    check_priority("priority", request.priority)
     strategy = check_strategy(request)
     for field, value in strategy.fields.items():
         _check_supported(field, value, card)

@@ -13,6 +13,7 @@ from memd.core.table import Table
 from memd.core.values import BlockRun, TableRequest
 from memd.core.waiting import Waiting
 from pagepool.errors import invalid_field
+from pagepool.limits import check_priority
 
 
 def require_name(field: str, name: str) -> None:
@@ -113,6 +114,7 @@ class ClientLeases:
         """A new table: match, pin and create in one."""
         lease = self.find(lease_id, now)
         self.require_table(lease)
+        check_priority("priority", request.priority)
         store = self._state.cut_store()
         packed = pack_checked(request.token_ids, request.salt)
         plan = self._state.plan(request, packed, self._waiting.claimed_before(None))

@@ -20,8 +20,8 @@ from memd.core.state import PoolState, pack_checked
 from memd.core.store import BlockStore
 from memd.core.values import KeptPrefix, PinRequest, UnpinnedPrefix
 from pagepool.errors import invalid_field
+from pagepool.limits import check_priority
 
-MAX_PRIORITY = 100
 MIN_TTL_S, MAX_TTL_S = 1.0, 24 * 3600.0
 PINNED_SHARE = 2
 """At most one in so many blocks of the pool may be pinned: the others are for whoever computes."""
@@ -44,9 +44,7 @@ class PrefixPins:
         Blocks that other pins cover too are kept by the strongest word and for the longest time.
         """
         store = self._state.cut_store()
-        if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
-            limit = f"from -{MAX_PRIORITY} to {MAX_PRIORITY}"
-            raise invalid_field("priority", request.priority, limit, "0 is what every block has")
+        check_priority("priority", request.priority)
         if not MIN_TTL_S <= request.ttl_s <= MAX_TTL_S:
             limit = f"from {MIN_TTL_S:g} s to {MAX_TTL_S:g} s"
             raise invalid_field("ttl", f"{request.ttl_s:g} s", limit, "pin again before it ends")

@@ -18,8 +18,8 @@ from memd.core.table import Table
 from memd.core.values import Counters, LeaseState, TableRequest
 from pagekernels.layout import PagedLayout
 from pagepool.errors import invalid_field
+from pagepool.limits import check_salt
 
-MAX_SALT_BYTES = 64
 ONE_TOKEN = struct.Struct("<I")
 
 
@@ -32,8 +32,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 def pack_checked(token_ids: Sequence[int], salt: bytes) -> bytes:
     """Token ids of a client as blocks keep them; INVALID_FIELD if they, or the salt beside them, cannot be."""
-    if len(salt) > MAX_SALT_BYTES:
-        raise invalid_field("salt", f"{len(salt)} bytes long", f"up to {MAX_SALT_BYTES} bytes", "hash a longer one")
+    check_salt("salt", salt)
     try:
         return pack_tokens(token_ids)
     except struct.error as error:

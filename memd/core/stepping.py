@@ -13,7 +13,7 @@ from memd.core.draft import Draft
 from memd.core.lease import MAX_TABLES, Lease
 from memd.core.operations import Release
 from memd.core.remaps import Remaps
-from memd.core.state import MAX_SALT_BYTES, PoolState, pack_words
+from memd.core.state import PoolState, pack_words
 from memd.core.table import Table
 from memd.core.values import (
     BlockRun,
@@ -23,6 +23,7 @@ from memd.core.values import (
     StepOutcome,
     TableRequest,
 )
+from pagepool.limits import MAX_SALT_BYTES, PRIORITY_RANGE, is_priority
 
 MAX_RESERVED_IDS = 65_536
 """Table ids that a lease may have in reserve."""
@@ -101,6 +102,9 @@ class Stepper:
         return plan
 
     def _check_create(self, lease: Lease, request: TableRequest) -> None:
+        if not is_priority(request.priority):
+            what = f"priority is {request.priority}, but must be {PRIORITY_RANGE}"
+            raise errors.protocol_violation(lease.lease_id, what, "refuse such a request")
         if len(request.salt) > MAX_SALT_BYTES:
             what = f"salt is {len(request.salt)} bytes long, but may have {MAX_SALT_BYTES}"
             raise errors.protocol_violation(lease.lease_id, what, "hash a longer one")

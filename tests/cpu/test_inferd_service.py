@@ -407,6 +407,8 @@ BAD_REQUESTS = {
     "too many stops": (text_request(stop=["a"] * 17), INVALID, "stop"),
     "long request_id": (text_request(request_id="x" * 129), INVALID, "request_id"),
     "long salt": (text_request(cache_salt=b"x" * 65), INVALID, "cache_salt"),
+    "high priority": (text_request(priority=101), INVALID, "priority"),
+    "low priority": (text_request(priority=-(2**31)), INVALID, "priority"),
 }  # fmt: skip
 
 
@@ -432,6 +434,7 @@ async def test_limits_themselves_are_allowed(tmp_path: Path, folder: Path, token
             stop=["é" * 128] * 16,
             stop_token_ids=[279] * 64,
             cache_salt=b"x" * 64,
+            priority=-100,
             sampling={"temperature": 100, "top_p": 1, "top_k": 0, "min_p": 1, "repetition_penalty": 100}
             | {"presence_penalty": 2, "frequency_penalty": -2, "logit_bias": {279: -100, 0: 100}},
             logprobs=20,

@@ -130,6 +130,9 @@ def test_a_freed_unknown_or_foreign_block_is_refused_and_nothing_is_freed(cut: A
 def test_a_full_pool_answers_with_a_time_to_retry_and_takes_nothing(cut: Any) -> None:
     client = Client(cut)
     client.allocate(NUM_BLOCKS - 1)
+    for field, value in (("priority", 101), ("priority", -101), ("salt", b"x" * 65)):
+        error = expect_refusal(Reason.INVALID_FIELD, client.create, 1, [1], **{field: value})
+        assert (error.field, set(error.metadata)) == (field, {"value", "limit"})
     error = expect_refusal(Reason.POOL_EXHAUSTED, client.allocate, 2)
     assert error.retry_after_s
     assert error.retry_after_s > 0

@@ -304,6 +304,7 @@ class PoolServiceServicer:
         RESOURCE_EXHAUSTED / POOL_EXHAUSTED: too few free and cached blocks; nothing was taken; retry after RetryInfo.
         RESOURCE_EXHAUSTED / TABLE_LIMIT: the lease has 16,384 tables; release some, or use another lease.
         INVALID_ARGUMENT / REQUEST_TOO_LARGE: more blocks than the whole pool has.
+        INVALID_ARGUMENT / INVALID_FIELD: salt over 64 bytes; priority not from -100 to 100.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

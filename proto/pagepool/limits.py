@@ -1,0 +1,28 @@
+"""Limits of what a request may say, the same for memd, for workers and for clients. Standard library only."""
+
+from __future__ import annotations
+
+from pagepool.errors import invalid_field
+
+MAX_SALT_BYTES = 64
+MAX_PRIORITY = 100
+"""Priorities go from its negative to it; 0 is everybody's."""
+
+PRIORITY_RANGE = f"from -{MAX_PRIORITY} to {MAX_PRIORITY}"
+
+
+def check_salt(field: str, salt: bytes) -> None:
+    """INVALID_FIELD if a salt is too long."""
+    if len(salt) > MAX_SALT_BYTES:
+        raise invalid_field(field, f"{len(salt)} bytes long", f"at most {MAX_SALT_BYTES} bytes", "use a digest of it")
+
+
+def check_priority(field: str, priority: int) -> None:
+    """INVALID_FIELD if a priority is none."""
+    if not is_priority(priority):
+        raise invalid_field(field, priority, PRIORITY_RANGE, "0 is everybody's, higher is more urgent")
+
+
+def is_priority(priority: int) -> bool:
+    """Whether a number is a priority."""
+    return -MAX_PRIORITY <= priority <= MAX_PRIORITY
