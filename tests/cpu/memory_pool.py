@@ -21,7 +21,7 @@ from memd.core import operations, values
 from memd.core.geometry import Geometry
 from memd.core.pool import Pool
 from pagekernels.layout import LAYOUT_VERSION, Format, LayerShape, unpack_entry
-from pagepool.pool_values import Remap, TableOperation
+from pagepool.pool_values import Remap
 
 VOCAB = 211
 
@@ -125,7 +125,7 @@ def _core_step(step_id: int, step: Step) -> values.Step:
             for each in step.creates
         ],
         [values.ExtendRequest(each.table_id, each.num_blocks, each.ref) for each in step.extends],
-        [_core_operation(each) for each in step.operations],
+        step.operations,
         step.frees,
         [
             operations.ReserveRequest(each.num_blocks, each.num_tables, each.ref, each.for_table_id)
@@ -133,12 +133,6 @@ def _core_step(step_id: int, step: Step) -> values.Step:
         ],
         step.acknowledged,
     )
-
-
-def _core_operation(operation: TableOperation) -> operations.TableOperation:
-    """The same by the core's own name for it."""
-    made: operations.TableOperation = getattr(operations, type(operation).__name__)(*astuple(operation))
-    return made
 
 
 @dataclass(frozen=True)

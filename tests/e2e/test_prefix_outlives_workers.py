@@ -18,7 +18,7 @@ def cached(run: Continuation) -> int:
 
 def test_a_successor_finds_what_a_killed_and_a_stopped_worker_had_computed(tiny_house: TinyHouse) -> None:
     memd, start = tiny_house.memd, tiny_house.start
-    killed = start("killed").ready()
+    killed = start("killed", "--no-warmup").ready()
     first = ask(killed, PROMPT)
     assert cached(first) == 0
     history = [*PROMPT, *first.token_ids, 77, 78, 79]
@@ -27,7 +27,7 @@ def test_a_successor_finds_what_a_killed_and_a_stopped_worker_had_computed(tiny_
     tables = memd_pb.ListBlockTablesRequest()
     within(10, lambda: any(one.num_tokens > len(OTHER) for one in memd.pool().ListBlockTables(tables).block_tables))
     killed.kill()
-    stopped = start("stopped").ready()
+    stopped = start("stopped", "--no-warmup").ready()
     again = ask(stopped, PROMPT)
     assert (cached(again), again.token_ids) == (384, first.token_ids), "all but the block with the last token"
     assert cached(ask(stopped, history)) >= (len(PROMPT) + 39) // 16 * 16, "what was answered is found too"
