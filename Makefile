@@ -7,7 +7,7 @@ PROTOS := $(shell find proto/pagepool -name '*.proto')
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full kernels sanitize test-gpu check fmt lint types layers proto proto-check bench-cpu bench-static bench-tune bench-gpu bench-engine bench-memd bench-kernels clean
+.PHONY: help setup demo test test-full kernels sanitize test-gpu check fmt lint types layers proto proto-check bench-cpu bench-static bench-speculate bench-tune bench-gpu bench-engine bench-memd bench-kernels clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ bench-static: $(VENV)/.dev $(VENV)/.kernels ## Compare with a contiguous cache o
 
 bench-tune: $(VENV)/.dev $(VENV)/.kernels ## Compare pagepool tune with an exhaustive sweep
 	@$(BIN)/python clients/bench/tuning.py
+
+bench-speculate: $(VENV)/.dev $(VENV)/.kernels ## Compare decoding with guesses (prompt lookup) and without, on text that repeats and other
+	@$(BIN)/python clients/bench/speculate.py
 
 bench-gpu: $(VENV)/.dev ## Measure two workers on one pool of a GPU, beside vLLM if this Python has it
 	@$(BIN)/python clients/bench/gpu.py

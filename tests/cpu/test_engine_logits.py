@@ -11,7 +11,9 @@ import torch
 
 from inferd.core.limits import Limits
 from inferd.core.messages import Adjustments, Cancel, Ending, PromptLogprobs, Sampling, TokenLogprobs, Tokens
+from inferd.core.ngram import NgramIndex
 from inferd.core.scheduler import SCORED_ROWS
+from inferd.core.speculation import MakeProposer
 from inferd.model.load import prepare
 from inferd.model.runner import ModelRunner
 from memd.core.geometry import Geometry
@@ -212,7 +214,7 @@ def test_a_failed_step_ends_a_scored_request_once() -> None:
 # -- the real thing
 
 
-def real_rig() -> Rig:
+def real_rig(make_proposer: MakeProposer = NgramIndex) -> Rig:
     served = prepare("llama", random_model("llama"))
     configure(1)
     layout = served.layout(8)
@@ -222,7 +224,7 @@ def real_rig() -> Rig:
     def bind(_: Pool) -> ModelRunner:
         return ModelRunner(served, CpuOps(np.full(64 * layout.block_bytes, 0xFF, np.uint8), layout))
 
-    return Rig(limits=Limits(max_batch_tokens=17, max_num_seqs=8), pool=pool, bind=bind)
+    return Rig(limits=Limits(max_batch_tokens=17, max_num_seqs=8), pool=pool, bind=bind, make_proposer=make_proposer)
 
 
 def test_logprobs_of_a_real_model_are_those_of_transformers() -> None:

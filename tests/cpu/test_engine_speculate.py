@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from inferd.core.limits import Limits
-from inferd.core.messages import Adjustments, Ending
+from inferd.core.messages import Adjustments, Ending, Sampling
 from inferd.core.ports import StepInput
 from tests.cpu.engine_rig import EOS, Rig
 from tests.cpu.guesses import GREEDY, SAMPLED, SAMPLINGS, Alter, Guesser, learned, mostly_right, right, used, wrong
 from tests.cpu.memory_pool import continuation
-from tests.cpu.test_engine_logits import expect_scored, prompt
+from tests.cpu.model_configs import VOCAB_SIZE
+from tests.cpu.model_rig import random_prompts
+from tests.cpu.test_engine_logits import expect_scored, prompt, real_rig
 
 
 @pytest.fixture(autouse=True, params=[1, 2])
@@ -159,3 +161,27 @@ def test_penalties_depend_on_each_token_so_such_a_request_guesses_nothing() -> N
     rig.settle()
     assert rig.generated(1) == continuation(prompt(9), 20, GREEDY, how)
     assert used(rig, 1).draft_tokens == 0
+
+
+# -- the real thing
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_a_real_model_says_the_same_with_right_with_wrong_and_without_guesses(sampling: Sampling) -> None:
+    prompts = random_prompts([3, 16, 41], VOCAB_SIZE)
+    plain = real_rig()
+    for request, tokens in enumerate(prompts):
+        plain.submit(request, tokens, 30, sampling=sampling)
+    plain.settle()
+    for alter in (right, wrong, mostly_right):
+        guesser = Guesser(alter)
+        rig = real_rig(guesser)
+        for request, tokens in enumerate(prompts):
+            guesser.learn(tokens, plain.generated(request))
+            rig.submit(request, tokens, 30, sampling=sampling, speculate_tokens=4)
+        rig.settle()
+        for request in range(len(prompts)):
+            assert rig.generated(request) == plain.generated(request)
+            assert used(rig, request).draft_tokens > 0
+            assert (used(rig, request).accepted_tokens > 0) == (alter is not wrong)
+        rig.check_nothing_held()
