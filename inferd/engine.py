@@ -18,7 +18,7 @@ from inferd.core.limits import Limits
 from inferd.core.messages import Cancel, Ending, Finished, Shutdown, Submit
 from inferd.core.pace import QueuePace
 from inferd.core.plan import Plan
-from inferd.core.ports import Capacity, Draining, Grant, Lost, Refusal, Victim
+from inferd.core.ports import Capacity, Draining, Grant, Lost, Refusal, Remap, Victim
 from inferd.core.reserve import CLAIM_EVERY_S
 from inferd.core.scheduler import Scheduler
 from inferd.core.sequence import Phase, Sequence
@@ -26,6 +26,7 @@ from inferd.delivery import Delivery, deliver
 from inferd.engine_state import StateReporter
 from inferd.failures import draining, engine_failed, failed, pool_lost
 from inferd.flight import Flight
+from inferd.pool_news import hear
 from inferd.surroundings import Attachment, Model, Surroundings
 from inferd.tally import Tally
 from pagepool.errors import Code, PagepoolError, Reason
@@ -177,10 +178,8 @@ class Engine:
                 case Refusal():
                     if refused := self._scheduler.refused(event):
                         self._fail(*refused)
-                case Capacity():
-                    self._scheduler.freed()
-                case Victim(table_id):
-                    self._scheduler.victim(table_id)
+                case Capacity() | Victim() | Remap():
+                    hear(event, self._scheduler, self._flight)
                 case Draining(grace_s):
                     self._detach_at = now + grace_s
                     self._scheduler.admitting = False
@@ -189,7 +188,7 @@ class Engine:
                     return
 
     def _tell(self, attachment: Attachment, now: float) -> None:
-        steps = self._scheduler.take_steps(now)
+        steps = [*self._flight.acknowledged(), *self._scheduler.take_steps(now)]
         for step in steps:
             attachment.pool.submit(step)
         if steps:
@@ -235,6 +234,9 @@ class Engine:
     def _collect(self) -> None:
         """Wait for the oldest step and hand over what it says."""
         step = self._flight.collect()
+        if self._attachment is not None and self._attachment.pool.fenced:  # what it has read may be another's by now
+            self._lose("memd ended the lease while the worker was stopped, and gave blocks away", self._around.clock())
+            return
         plan = step.plan
         if step.error is not None:
             self._scheduler.collected(plan, written=False)

@@ -191,7 +191,8 @@ class Worker:
         # The geometry says nothing of the block size: that is memd's.
         geometry = geometry_message(self.served.layout(MIN_BLOCK_SIZE), self.identity, self.setup.model)
         with respawning():
-            session = PoolSession(Attachment(self.setup.memd, self.setup.name, geometry), self.mailbox.signal)
+            attachment = Attachment(self.setup.memd, self.setup.name, geometry, takes_remaps=True)
+            session = PoolSession(attachment, self.mailbox.signal)
         try:
             bound = self.machine.bind(self.served, session, self.limits)
         except BaseException:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from inferd.core.acknowledgements import Acknowledgements
 from inferd.core.plan import Plan
+from inferd.core.ports import Step
 from inferd.logprobs import Scores
 from inferd.sampler import Row
 from inferd.surroundings import DeviceLostError, Model, Pending
@@ -51,10 +53,11 @@ class Unlaunched:
 
 
 class Flight:
-    """The steps in flight on a model, oldest first. Not thread-safe."""
+    """The steps in flight on a model, oldest first, and the Remaps that may be acknowledged. Not thread-safe."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[Plan, float, Pending]] = deque()
+        self._acknowledgements = Acknowledgements()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -80,10 +83,12 @@ class Flight:
         except Exception as error:  # noqa: BLE001 (raised again where the step is collected)
             pending = Unlaunched(error)
         self._steps.append((plan, began, pending))
+        self._acknowledgements.launched()
 
     def collect(self) -> Landed:
         """Wait for the oldest step. Raises only DeviceLostError."""
         plan, began, pending = self._steps.popleft()
+        self._acknowledgements.collected()
         try:
             tokens = pending.tokens()
             return Landed(plan, began, tokens, pending.forward_s, _scores(pending))
@@ -94,9 +99,19 @@ class Flight:
             return Landed(plan, began, error=error)
 
     def abandon(self) -> None:
-        """Wait until no step runs any more, and drop what they say."""
+        """Wait until no step runs any more, and drop what they say; the lease is over, and its Remaps with it."""
         while self._steps:
             self.collect()
+        self._acknowledgements = Acknowledgements()
+
+    def remapped(self, sequence: int) -> None:
+        """A Remap has been applied; whatever was planned before it has been launched."""
+        self._acknowledgements.heard(sequence)
+
+    def acknowledged(self) -> list[Step]:
+        """What to tell memd of the Remaps whose old blocks no step reads any more."""
+        sequence = self._acknowledgements.take()
+        return [Step(acknowledged=sequence)] if sequence else []
 
 
 def _scores(pending: Pending) -> Scores | None:

@@ -177,7 +177,7 @@ class Sessions:
                 why=lease.lost_because,
             )
             if lease.state is LeaseState.LOST and (session := self._by_lease.get(lease.lease_id)) is not None:
-                session.end(lease_lost(lease.lease_id, lease.lost_because))
+                session.end(_lost(lease))
         for lease_id, lock_file in self._pool.remaps.unfenced():
             if self._locks.fence(lock_file, lease_id):
                 self._pool.remaps.fenced(lease_id, now)
@@ -217,6 +217,12 @@ class Sessions:
 def draining_error() -> PagepoolError:
     """The answer while memd is on its way out."""
     return PagepoolError(Reason.DRAINING, "memd is stopping; connect again later", retry_after_s=1.0)
+
+
+def _lost(lease: LeaseView) -> PagepoolError:
+    why = lease.lost_because
+    message = lease_lost(lease.lease_id, why).message
+    return PagepoolError(Reason.LEASE_LOST, message, lease_id=lease.lease_id, why=why, heartbeat_timeout_s=lease.ttl_s)
 
 
 def _remap(news: Remap) -> AttachResponse:

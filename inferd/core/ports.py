@@ -18,6 +18,7 @@ from pagepool.pool_values import (
     PoolEvent,
     PoolInfo,
     Refusal,
+    Remap,
     Step,
     TableRequest,
     Victim,
@@ -34,6 +35,7 @@ __all__ = [
     "PoolEvent",
     "PoolInfo",
     "Refusal",
+    "Remap",
     "Step",
     "StepInput",
     "TableRequest",
@@ -48,6 +50,10 @@ class KvPool(Protocol):
     @property
     def info(self) -> PoolInfo:
         """The pool this session is attached to."""
+
+    @property
+    def fenced(self) -> bool:
+        """Whether memd has ended the lease, so that what steps read may be another's: their output is to be dropped."""
 
     def submit(self, step: Step) -> None:
         """Send one step message; answers come as events."""

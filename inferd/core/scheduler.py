@@ -11,7 +11,7 @@ from inferd.core.admission import Admission
 from inferd.core.block_tables import BlockTables, ReserveShortError
 from inferd.core.limits import Limits
 from inferd.core.plan import Draft, Plan, chunk_size
-from inferd.core.ports import Grant, PoolInfo, Refusal, Step, TableRequest
+from inferd.core.ports import Grant, PoolInfo, Refusal, Remap, Step, TableRequest
 from inferd.core.refusals import queue_full, too_large, why_cornered, why_never
 from inferd.core.reserve import Reserve
 from inferd.core.sequence import Phase, Sequence
@@ -96,8 +96,7 @@ class Scheduler:
         """Queue a new sequence. PagepoolError QUEUE_FULL, or REQUEST_TOO_LARGE if the pool can never hold it."""
         if self._block_size and self._never_fits(sequence):
             raise too_large(sequence, self._block_size, self._total_blocks)
-        limit = self._limits.max_queue + self._limits.max_num_seqs - len(self.running)
-        if len(self.waiting) >= limit:
+        if len(self.waiting) >= self._limits.max_queue + self._limits.max_num_seqs - len(self.running):
             raise queue_full(len(self.waiting), self._limits)
         self._queue.add(sequence)
 
@@ -168,12 +167,15 @@ class Scheduler:
         self._queue.news()
         self._reserve.freed()
 
+    def remap(self, news: Remap) -> None:
+        """News from memd: a block is in another place, for steps that are planned from now on."""
+        self._tables.remap(news)
+
     def victim(self, table_id: int) -> None:
         """News from memd: this table's blocks are for somebody more urgent."""
-        for sequence in self.running:
-            if sequence.table is not None and sequence.table.table_id == table_id and not sequence.yielding:
-                sequence.yielding = True
-                self._yielding.append(sequence)
+        for sequence in [each for each in self.running if each.table_id == table_id and not each.yielding]:
+            sequence.yielding = True
+            self._yielding.append(sequence)
 
     def take_steps(self, now: float) -> list[Step]:
         """Everything that memd has to be told and asked since the last call, to be sent in this order."""
@@ -292,7 +294,6 @@ class Scheduler:
     def _grow(self, sequences: Iterable[Sequence]) -> None:
         """Give tables that are full by this step their next block: memd then hears of it before it is written."""
         for sequence in sequences:
-            table = sequence.table
-            full = table is not None and table.num_prepared == len(table.block_ids) * self._block_size
+            full = self._tables.room(sequence.table_id) == 0
             if full and sequence.num_launched < sequence.max_length - 1:
                 self._tables.take_ahead(sequence.table_id)

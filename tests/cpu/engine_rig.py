@@ -72,7 +72,7 @@ class Rig:
     def _attach(self) -> Attachment:
         if self.refusals:
             raise self.refusals.pop(0)
-        self.session, self.model = MemoryPool(self.pool, self.mailbox.signal), self._bind(self.pool)
+        self.session, self.model = MemoryPool(self.pool, self.mailbox.signal, takes_remaps=True), self._bind(self.pool)
         self.device = Deferred(self.model, self.depth)
         self.session.on_step = self._check_step
         return Attachment(self.session, self.device, self._closer(self.session), self._warm_up)

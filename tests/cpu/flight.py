@@ -58,6 +58,10 @@ class LatePool:
     def info(self) -> PoolInfo:
         return self.pool.info
 
+    @property
+    def fenced(self) -> bool:
+        return self.pool.fenced
+
     def submit(self, step: Step) -> None:
         self.pool.submit(step)
 

@@ -45,7 +45,7 @@ class MemoryPool:
         self.lease_id = pool.attach("worker", f"lock-{pool.num_leases}", 1e9, 0.0).lease.lease_id
         if takes_remaps:
             pool.remaps.listen(self.lease_id, 0.0)
-        self.held = False
+        self.held = self.fenced = False
         self.steps: list[Step] = []
         self.on_step: Callable[[Step], None] = lambda step: None
         self.grants: dict[int, Grant] = {}
