@@ -20,8 +20,10 @@ from typing import Any
 import grpc
 import pytest
 
+from pagepool.errors import PagepoolError
 from pagepool.memd.v1 import pool_service_pb2, pool_service_pb2_grpc, types_pb2, worker_service_pb2_grpc
 from pagepool.memd.v1 import worker_service_pb2 as wpb
+from pagepool_client import Attachment, PoolClient, PoolSession
 
 READY_S = 20.0
 
@@ -183,6 +185,27 @@ def make_geometry(digest: bytes = b"\1" * 32, name: str = "tiny", **changes: Any
 def geometry() -> types_pb2.Geometry:
     """A tiny geometry; see make_geometry."""
     return make_geometry()
+
+
+@pytest.fixture
+def session(memd: Memd, geometry: types_pb2.Geometry) -> Iterator[PoolSession]:
+    """A worker's session with `memd`, of `geometry`."""
+    with PoolSession(Attachment(memd.target, "worker", geometry)) as made:
+        yield made
+
+
+@pytest.fixture
+def client(memd: Memd, session: PoolSession) -> Iterator[PoolClient]:
+    """A client of `memd`, whose pool is cut."""
+    with PoolClient(memd.target) as made:
+        yield made
+
+
+def refusal(call: Callable[..., Any], *arguments: Any, **named: Any) -> PagepoolError:
+    """The error that a call raises; the test fails if it raises none."""
+    with pytest.raises(PagepoolError) as caught:
+        call(*arguments, **named)
+    return caught.value
 
 
 class RawWorker:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from pagepool.errors import PagepoolError, Reason
 from pagepool.memd.v1 import pool_service_pb2 as pb
-from pagepool.memd.v1.types_pb2 import Block, Geometry
+from pagepool.memd.v1.types_pb2 import Block
 from pagepool.pool_values import Commit, Grant, Step, TableRequest
-from pagepool_client import AsyncPoolClient, Attachment, PoolClient, PoolSession, Retention
+from pagepool_client import AsyncPoolClient, PoolClient, PoolSession, Retention
+from tests.e2e.conftest import refusal
 
 NUM_BLOCKS = 12
 SYSTEM, OTHER = list(range(100, 140)), list(range(200, 240))
@@ -23,18 +24,6 @@ SYSTEM, OTHER = list(range(100, 140)), list(range(200, 240))
 @pytest.fixture
 def memd(start_memd: Callable[..., Any]) -> Any:
     return start_memd("--max-num-blocks", str(NUM_BLOCKS), "--heartbeat-timeout", "60s")
-
-
-@pytest.fixture
-def session(memd: Any, geometry: Geometry) -> Iterator[PoolSession]:
-    with PoolSession(Attachment(memd.target, "worker", geometry)) as made:
-        yield made
-
-
-@pytest.fixture
-def client(memd: Any, session: PoolSession) -> Iterator[PoolClient]:
-    with PoolClient(memd.target) as made:
-        yield made
 
 
 def compute(session: PoolSession, tokens: list[int], salt: bytes = b"") -> None:
@@ -65,12 +54,6 @@ def fill(client: PoolClient) -> int:
 def found(client: PoolClient, tokens: list[int]) -> int:
     with client.lease() as lease:
         return int(lease.create_table([*tokens, 0], 0).cached_tokens)
-
-
-def refusal(call: Callable[..., Any], *arguments: Any, **named: Any) -> PagepoolError:
-    with pytest.raises(PagepoolError) as caught:
-        call(*arguments, **named)
-    return caught.value
 
 
 def test_a_pinned_prefix_survives_a_full_pool_until_its_time_ends(

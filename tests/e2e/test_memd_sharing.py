@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +12,13 @@ from pagekernels.cpu.ops import CpuOps
 from pagekernels.layout import Format, LayerShape, PagedLayout, unpack_entry
 from pagepool.errors import PagepoolError, Reason
 from pagepool.memd.v1 import worker_service_pb2 as wpb
+from pagepool.memd.v1.types_pb2 import Geometry
 from pagepool.pool_values import Commit, CopyOnWrite, Fork, Grant, Release, ReserveRequest, Step, TableRequest, Truncate
 from pagepool.status import from_rpc_error
 from pagepool_client import AsyncPoolClient, Attachment, PoolClient, PoolSession
 from pagepool_client.wire import geometry_message, step_message
 from tests.cpu.sharing_rig import Kv, Player
+from tests.e2e.conftest import refusal
 
 LAYOUT = PagedLayout(16, (LayerShape(1, 8, 8), LayerShape(2, 4, 8)), Format.F32)
 GEOMETRY = geometry_message(LAYOUT, b"\1" * 32, "tiny")
@@ -24,21 +26,14 @@ NUM_BLOCKS = 60
 PROMPT = list(range(100, 140))
 
 
+@pytest.fixture
+def geometry() -> Geometry:
+    return GEOMETRY
+
+
 @pytest.fixture(scope="module")
 def memd(start_shared_memd: Callable[..., Any]) -> Any:
     return start_shared_memd("--max-num-blocks", str(NUM_BLOCKS), "--heartbeat-timeout", "60s")
-
-
-@pytest.fixture
-def session(memd: Any) -> Iterator[PoolSession]:
-    with PoolSession(Attachment(memd.target, "worker", GEOMETRY)) as made:
-        yield made
-
-
-@pytest.fixture
-def client(memd: Any, session: PoolSession) -> Iterator[PoolClient]:
-    with PoolClient(memd.target) as made:
-        yield made
 
 
 def ask(session: PoolSession, step: Step) -> Grant:
@@ -70,10 +65,9 @@ def commit_prompt(session: PoolSession, wait: Callable[..., Any]) -> Grant:
 
 
 def expect_refusal(reason: Reason, call: Callable[..., Any], *arguments: Any) -> PagepoolError:
-    with pytest.raises(PagepoolError) as caught:
-        call(*arguments)
-    assert caught.value.reason is reason, caught.value
-    return caught.value
+    error = refusal(call, *arguments)
+    assert error.reason is reason, error
+    return error
 
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.full)])
