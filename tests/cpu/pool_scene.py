@@ -69,6 +69,12 @@ class Scene:
         self.tables.append(table)
         return table
 
+    def suspended(self, tokens: int, idle_s: float = 0.0) -> None:
+        """A table of worker "w" that waits without blocks."""
+        table = BlockTable(table_id=len(self.tables) + 1, lease_id=50, holder="w", num_tokens=tokens, suspended=True)
+        table.idle_time.FromMilliseconds(int(idle_s * 1000))
+        self.tables.append(table)
+
     def of_lease(self, lease: int, count: int, num_tokens: int = 0, idle_s: float = 0.0) -> None:
         for _ in range(count):
             self.block(BLOCK_STATE_HELD, num_tokens, [(lease, 0)], idle_s)

@@ -478,11 +478,12 @@ def every_finding() -> list[Finding]:
     never.blocks.clear()
     elsewhere = Scene(workers=[WorkerReport("unix:/gone", trouble="nothing answers")])
     elsewhere.worker(0, 0, epoch=1)
-    capped, kept = pinned_scene(), Scene()
+    capped, kept, asleep = pinned_scene(), Scene(), Scene()
+    asleep.suspended(40)
     capped.slab_blocks = 110
     kept.cached(50, pinned=True)
     scenes = [few_free, lost, reserved, idle, never, elsewhere, capped, queue_scene(10), short_scene(20)]
-    scenes += [kept, reuse_scene(evicted=60), reuse_scene(block_size=64), reuse_scene(uptime_s=1)]
+    scenes += [kept, asleep, reuse_scene(evicted=60), reuse_scene(block_size=64), reuse_scene(uptime_s=1)]
     empty = Observation(Pool(slab_bytes=1 << 20), target="unix:/m.sock")
     return [finding for seen in (*(scene.seen() for scene in scenes), empty) for finding in diagnose(seen)]
 
@@ -493,7 +494,7 @@ def test_every_finding_says_which_real_flag_to_set_to_which_legal_value() -> Non
         for where, config in (("memd", MemdConfig), ("inferd", InferdConfig))
     }
     findings = every_finding()
-    assert len({finding.code for finding in findings}) == 15
+    assert len({finding.code for finding in findings}) == 16
     for finding in findings:
         assert finding.remedies, finding
         assert finding.detail.endswith("."), finding

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pagepool_client.diagnosis import memory, queueing, reuse
+from pagepool_client.diagnosis import memory, queueing, reuse, yielding
 from pagepool_client.diagnosis.figures import measure
 from pagepool_client.diagnosis.findings import Case, Finding, Severity
 from pagepool_client.diagnosis.observation import Observation
 
 RULES: Sequence[Callable[[Case], Finding | None]] = (
     memory.out_of_blocks,
+    yielding.suspended_tables,
     memory.held_by_leases,
     memory.pinned_prefixes,
     memory.idle_tables,

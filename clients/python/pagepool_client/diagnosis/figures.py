@@ -52,14 +52,14 @@ class Figures:
     stray_units: int
     """Free units beside used ones in places for a whole block: fragmentation, which only smaller formats can make."""
     mean_table_blocks: float
-    """Blocks of a table, on average; 0 without tables."""
+    """Blocks of a table that is not suspended, on average; 0 without such tables."""
     holders: Sequence[Holder]
     """Those with most blocks of their own first."""
 
 
 def measure(observation: Observation) -> Figures:
     """The figures of a pool that is cut into blocks. Blocks and tables may stem from slightly different moments."""
-    size, tables = observation.pool.block_size, observation.tables
+    size, tables = observation.pool.block_size, observation.tables_with_blocks
     held = [block for block in observation.blocks if block.state == BLOCK_STATE_HELD]
     in_tables = [[holder.ref_count for holder in block.holders if holder.table_id] for block in held]
     usages = [pool.usage for pool in (*observation.earlier, observation.pool)]

@@ -75,7 +75,7 @@ def needed_blocks(case: Case, peak: int) -> int:
 
 def waste_inside_blocks(case: Case) -> Finding | None:
     """Last blocks that are written to in part: sequences are short for blocks of this size."""
-    size_now, figures, tables = case.seen.pool.block_size, case.figures, case.seen.tables
+    size_now, figures, tables = case.seen.pool.block_size, case.figures, case.seen.tables_with_blocks
     written = figures.tokens + figures.tail_slots
     matters = 20 * figures.tail_slots >= (written if case.pressed else case.total * size_now)
     if not (figures.tail_slots and matters):
@@ -115,7 +115,7 @@ def reserved_ahead(case: Case) -> Finding | None:
     reserved, held = case.figures.reserved_blocks, case.seen.pool.usage.held_blocks
     if not reserved or 4 * reserved < (held if case.pressed else case.total):
         return None
-    size_now, tables = case.seen.pool.block_size, case.seen.tables
+    size_now, tables = case.seen.pool.block_size, case.seen.tables_with_blocks
     ahead = [len(table.block_ids) - -(-table.num_tokens // size_now) for table in tables]
     owners = sum(blocks > 0 for blocks in ahead) or 1
     less = max(1, reserved // owners // 2) * size_now

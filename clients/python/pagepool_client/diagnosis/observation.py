@@ -43,6 +43,11 @@ class Observation:
     """Where the memd was asked."""
 
     @property
+    def tables_with_blocks(self) -> Sequence[BlockTable]:
+        """Those that are not suspended."""
+        return [table for table in self.tables if not table.suspended]
+
+    @property
     def uptime_s(self) -> float:
         """How long this memd has run."""
         return max(0.0, self.at_s - to_seconds(self.pool.start_time))

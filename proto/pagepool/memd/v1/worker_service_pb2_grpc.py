@@ -53,6 +53,8 @@ class WorkerServiceServicer:
         and steps in any order, answered in order. If the stream breaks, the lease can be reclaimed by a new
         Hello until it expires. A lost lease keeps what it held out of use until the worker's process is gone, that
         is until the lock on its lock file is free; its sealed blocks stay matchable all the time.
+        When blocks are short, memd grants them by priority, then arrival, of the tables of all workers, and names those that
+        have to yield (Victim); a table that yielded by Suspend keeps its tokens here, without blocks, until it is resumed.
         Detach ends the lease in order. The stream is never ended by age.
         INVALID_ARGUMENT / MALFORMED_REQUEST: the bytes do not parse; mend the client.
         INVALID_ARGUMENT / INVALID_FIELD: the geometry is not possible with memd's block size or pool size, the lock
@@ -65,8 +67,9 @@ class WorkerServiceServicer:
         worker is fenced (see Hello.lock_file): drop what was computed since, stop using the mapping, drop the lock,
         attach anew.
         FAILED_PRECONDITION / PROTOCOL_VIOLATION: a step, commit or operation that cannot be (unknown table, tokens beyond
-        the table's blocks or into a block that another table has too, a block or table id that is not in the reserve,
-        step ids not rising, a Remap acknowledged that never was); nothing of that step was applied, and the lease is lost; mend the worker.
+        the table's blocks or into a block that another table has too, a block or table id that is not in the reserve, a
+        suspended table in use or resumed twice, step ids not rising, a Remap acknowledged that never was); nothing of
+        that step was applied, and the lease is lost; mend the worker.
         PERMISSION_DENIED / READ_ONLY_LISTENER: it came over TCP; use the Unix socket.
         UNAVAILABLE / DRAINING: memd is stopping; drop the mapping, attach again after RetryInfo.
         """
