@@ -89,7 +89,8 @@ def _distinct(case: Case, asked: str, numbers: Mapping[str, int]) -> Finding:
     advised = advised_block_size(pool)
     if pool.block_size > advised:
         effect = (
-            f"only whole blocks are shared: up to {pool.block_size - 1} tokens of a common prefix are computed again"
+            f"only blocks that are full can be found: of a common prefix, up to {pool.block_size - 1} tokens may be "
+            "computed again"
         )
         remedies.append(Remedy("memd", "--block-size", f"{advised}", effect))
     numbers = {**numbers, "tables": len(tables), "first_blocks": first}
