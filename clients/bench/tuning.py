@@ -91,8 +91,10 @@ def compare(bench: Bench, name: str, swept: Trials, rounds: int) -> None:
     line("tune's choice", bench.grid.setting(chosen).flags)
     line("runs, sweep and tune", f"{bench.wanted.runs(bench.grid)} and {len(result.runs)}")
     line("noise, sweep and tune", f"{share(swept.noise, 1)} and {share(result.trials.noise, 1)} (standard deviation)")
-    line("tune's choice under the best", f"{percent(swept, chosen, best)} by the sweep's own runs")
-    if chosen != best:
+    if chosen == best:
+        line("tune's choice under the best", "0 %, the same setting")
+    else:
+        line("tune's choice under the best", f"{percent(swept, chosen, best)} by the sweep's own runs")
         trials = duel(bench, name, best, chosen, rounds)
         gap = -math.expm1(trials.mean(chosen) - trials.mean(best))
         sure = "a difference" if trials.differs(chosen, best) else "no difference, by its noise"

@@ -26,7 +26,7 @@ from pagepool_client.workload.format import Piece, WorkloadRequest
 from tests.cpu.tuning_rig import grid, ladder, tuned
 
 COMMAND = [sys.executable, "-m", "pagepool_client.cli.main", "tune"]
-RUN = Figures(100.0, 0.2, 1.5, 0.01, 0.05, 1.0, 16, 2.0, 64)
+RUN = Figures(100.0, 0.2, 1.5, 0.01, 0.05, 1.0, 16, 2.0, 64, 1)
 
 
 def requests(*times: float, output: int = 4) -> list[WorkloadRequest]:
@@ -73,7 +73,7 @@ def test_a_sample_is_the_workloads_begin_with_its_pattern_pressed_into_the_time(
 
 
 def heard(due: float, *messages: tuple[float, int], finished: bool = True) -> Heard:
-    return Heard(due, list(messages), finished, 5)
+    return Heard(due, list(messages), finished, 5, 2)
 
 
 def test_figures_of_two_requests() -> None:
@@ -81,7 +81,7 @@ def test_figures_of_two_requests() -> None:
     assert run.throughput == pytest.approx(5 / 2.0)
     assert (run.ttft_p50, run.ttft_p99) == pytest.approx((0.1, 0.5))
     assert (run.itl_p50, run.itl_p99) == pytest.approx((0.1, 0.9)), "two tokens of one message share the wait"
-    assert (run.finished, run.cached_tokens, run.seconds) == (2, 10, 2.0)
+    assert (run.finished, run.cached_tokens, run.preemptions, run.seconds) == (2, 10, 4, 2.0)
 
 
 def test_where_a_run_is_cut_those_who_still_wait_count_as_long_as_they_waited() -> None:

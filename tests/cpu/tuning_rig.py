@@ -87,7 +87,7 @@ def tuned(space: Grid, throughputs: Callable[[Point], float | None], max_runs: i
         if value is None:
             runs.append(Run(point, None, "memd has ended with signal 9: it said nothing"))
             return None
-        figures = Figures(value, 0.2, 1.5, 0.01, 0.05, 1.0, 16, 2.0, 64)
+        figures = Figures(value, 0.2, 1.5, 0.01, 0.05, 1.0, 16, 2.0, 64, 1)
         runs.append(Run(point, figures))
         return math.log(value)
 

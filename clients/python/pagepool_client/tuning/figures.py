@@ -21,6 +21,7 @@ class Heard:
     """When tokens came, and how many at once."""
     finished: bool = False
     cached_tokens: int = 0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,8 @@ class Figures:
     seconds: float
     cached_tokens: int
     """Prompt tokens found in the pool."""
+    preemptions: int
+    """How often requests had to give their blocks up and go on later: the pool is small for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,7 @@ def figures(heard: Sequence[Heard], ended_s: float | None = None, objective: Obj
         finished=sum(request.finished for request in heard),
         seconds=seconds,
         cached_tokens=sum(request.cached_tokens for request in heard),
+        preemptions=sum(request.preemptions for request in heard),
     )
 
 

@@ -93,7 +93,7 @@ async def _follow(client: AsyncInferenceClient, order: Order, heard: Heard, salt
         if isinstance(event, GenerateTokens) and event.token_ids:
             heard.messages.append((time.monotonic(), len(event.token_ids)))
         elif isinstance(event, GenerateFinished):
-            heard.cached_tokens = event.usage.cached_tokens
+            heard.cached_tokens, heard.preemptions = event.usage.cached_tokens, event.usage.preemptions
             heard.finished = True
     came = sum(number for _, number in heard.messages)
     if came != order.output_tokens:
