@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from inferd.channel import Message
 from inferd.core.messages import Ending, PromptLogprobs, ScoredTokens, TokenLogprobs, Tokens
+from inferd.core.searching import Search
 from inferd.core.sequence import Phase, Sequence
 from inferd.flight import Landed
 from inferd.logprobs import Scores
@@ -16,26 +17,41 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
+class End:
+    """How a sequence ended; the token that ended it unless it was delivered, and its logprob if those are wanted."""
+
+    sequence: Sequence
+    ending: Ending
+    stop_token_id: int | None = None
+    stop_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Delivery:
     """messages go to the front first; then `broken` sequences fail, whose logits are not finite, and others end.
 
-    Of those that end the token that ended them, unless it was delivered. generated counts the tokens in the messages.
+    generated counts the tokens in the messages.
+    searches are those of which every beam has said how it may go on.
     """
 
     messages: list[Message]
-    ended: list[tuple[Sequence, Ending, int | None]]
+    ended: list[End]
     broken: list[Sequence]
     generated: int
+    searches: list[Search]
 
 
 def deliver(step: Landed, now: float, eos_token_ids: frozenset[int]) -> Delivery:
     """Have the sequences accept a step's tokens; those of sequences that had ended before are dropped."""
     items: list[tuple[int, list[int]]] = []
-    ended: list[tuple[Sequence, Ending, int | None]] = []
+    ended: list[End] = []
     broken = [] if step.scores is None else _unscored(step, step.scores)
     guessed = _guessed(step, step.tokens)
-    for sequence, token in zip(step.plan.sampled, step.tokens, strict=False):  # rows of drafts come after these
-        if sequence.phase is Phase.FINISHED or (broken and sequence in broken):
+    for row, (sequence, token) in enumerate(zip(step.plan.sampled, step.tokens, strict=False)):
+        if sequence.phase is Phase.FINISHED or (broken and sequence.owner in broken):
+            continue
+        if sequence.search is not None:
+            _look(step, sequence, row, broken)
             continue
         if sequence.speculation is not None:
             found, ending = sequence.verify([token, *guessed.get(sequence.request, ())], now, eos_token_ids)
@@ -48,14 +64,39 @@ def deliver(step: Landed, now: float, eos_token_ids: frozenset[int]) -> Delivery
         if found:
             items.append((sequence.request, found))
         if ending is not None:
-            ended.append((sequence, ending, last))
+            ended.append(_end(step, sequence, ending, last, (row, len(found))))
     messages: list[Message] = []
     if step.scores is not None:
         messages += _prompt_logprobs(step, step.scores, broken)
         messages += _tokens(step, step.scores, items)
     elif items:
         messages.append(Tokens(items))
-    return Delivery(messages, ended, broken, sum(len(tokens) for _, tokens in items))
+    return Delivery(messages, ended, broken, sum(len(tokens) for _, tokens in items), _ready(step, broken))
+
+
+def _end(step: Landed, sequence: Sequence, ending: Ending, last: int | None, place: tuple[int, int]) -> End:
+    """The end of a sequence by its token `place`: that of a logit row if 0, else behind so many tokens of its draft."""
+    row, behind = place
+    if last is None or step.scores is None:
+        return End(sequence, ending, last)
+    scores = step.scores.sampled
+    found = [scores[row], *_guessed(step, scores).get(sequence.request, ())][behind]
+    return End(sequence, ending, last, found.logprob if found is not None else None)
+
+
+def _look(step: Landed, beam: Sequence, row: int, broken: list[Sequence]) -> None:
+    """What a beam's row says of how it may go on."""
+    found = step.scores.sampled[row] if step.scores is not None else None
+    if step.tokens[row] < 0 or found is None:
+        broken.append(beam.owner)
+    else:
+        beam.likeliest = found.top_token_ids, found.top_logprobs
+
+
+def _ready(step: Landed, broken: list[Sequence]) -> list[Search]:
+    searches = (each.search for each in step.plan.sampled)
+    ready = (each for each in searches if each is not None and each.is_ready and each.owner not in broken)
+    return list(dict.fromkeys(ready))
 
 
 def _guessed(step: Landed, rows: list[T]) -> dict[int, list[T]]:

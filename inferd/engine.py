@@ -14,18 +14,17 @@ from collections.abc import Iterable
 import structlog
 
 from inferd.channel import Message
+from inferd.core.groups import sequences_of
 from inferd.core.limits import Limits
-from inferd.core.messages import Cancel, Ending, Finished, Shutdown, Submit
-from inferd.core.pace import QueuePace
-from inferd.core.plan import Plan
+from inferd.core.messages import Cancel, Shutdown, Submit
 from inferd.core.ports import Capacity, Draining, Grant, Lost, Refusal, Remap, Victim
 from inferd.core.reserve import CLAIM_EVERY_S
 from inferd.core.scheduler import Scheduler
-from inferd.core.sequence import Phase, Sequence
-from inferd.delivery import Delivery, deliver
+from inferd.delivery import deliver
 from inferd.engine_state import StateReporter
-from inferd.failures import draining, engine_failed, failed, pool_lost
+from inferd.failures import draining, failed, pool_lost
 from inferd.flight import Flight
+from inferd.open_requests import OpenRequests
 from inferd.pool_news import hear
 from inferd.surroundings import Attachment, Model, Surroundings
 from inferd.tally import Tally
@@ -49,15 +48,14 @@ class Engine:
         self._speculate_tokens = limits.speculate_tokens
         self._scheduler = Scheduler(limits)
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._sequences: dict[int, Sequence] = {}
         self._attachment: Attachment | None = None
         self._flight = Flight()
-        self._pace = QueuePace()
         self._warm = False
         self._attach_at, self._retry_s = 0.0, FIRST_RETRY_S
         self._detach_at: float | None = None
         self._stop_at: float | None = None
         self._tally = Tally()
+        self._requests = OpenRequests(self._scheduler, self._tally, surroundings.send, surroundings.clock)
         self._reporter = StateReporter(surroundings.send)
 
     def run(self) -> None:
@@ -94,8 +92,7 @@ class Engine:
             case Submit():
                 self._submit(message, now)
             case Cancel(request):
-                if sequence := self._sequences.get(request):
-                    self._finish(sequence, Ending.CANCELLED)
+                self._requests.cancel(request)
             case Shutdown(grace_s):
                 self._shut_down(now + grace_s)
             case None:
@@ -109,26 +106,26 @@ class Engine:
                 raise draining()
             if self._attachment is None and self._warm:
                 raise pool_lost("the worker is not attached to memd")
-            sequence = Sequence(submit, now)
-            sequence.speculate(self._around.make_proposer, self._speculate_tokens)
-            self._scheduler.add(sequence)
+            sequences = sequences_of(submit, now, self._eos_token_ids)
+            for sequence in sequences:
+                sequence.speculate(self._around.make_proposer, self._speculate_tokens)
+            self._scheduler.add(sequences[0])
         except PagepoolError as error:
             if error.reason is Reason.QUEUE_FULL:
-                error.retry_after_s = self._pace.retry_after_s(now)
+                error.retry_after_s = self._requests.pace.retry_after_s(now)
             self._around.send(failed(submit.request, error))
         else:
-            self._sequences[submit.request] = sequence
+            self._requests.add(sequences)
 
     def _shut_down(self, at: float) -> None:
         self._stop_at = at
         self._scheduler.admitting = False
         for sequence in list(self._scheduler.waiting):
-            self._fail(sequence, draining())
+            self._requests.fail(sequence, draining())
 
     def _stop(self) -> float | None:
         """The last turn."""
-        for sequence in list(self._sequences.values()):
-            self._fail(sequence, draining())
+        self._requests.fail_all(draining())
         if self._attachment is not None:
             self._detach(self._attachment)
         self._note()
@@ -152,7 +149,7 @@ class Engine:
         self._attachment, self._retry_s = attachment, FIRST_RETRY_S
         self._scheduler.attach(attachment.pool.info)
         for unfit in self._scheduler.unfit():
-            self._fail(*unfit)
+            self._requests.fail(*unfit)
         self._reporter.enter("serving", self._around.clock(), info=attachment.pool.info)
         log.info("attached", epoch=attachment.pool.info.epoch, num_blocks=attachment.pool.info.num_blocks)
         return 0.0
@@ -177,7 +174,7 @@ class Engine:
                         self._tally.add(cached_tokens=event.cached_tokens)
                 case Refusal():
                     if refused := self._scheduler.refused(event):
-                        self._fail(*refused)
+                        self._requests.fail(*refused)
                 case Capacity() | Victim() | Remap():
                     hear(event, self._scheduler, self._flight)
                 case Draining(grace_s):
@@ -198,10 +195,10 @@ class Engine:
         assert self._attachment is not None
         log.warning("pool lost", why=why, epoch=self._attachment.pool.info.epoch)
         for sequence in self._scheduler.lose():
-            self._forget(sequence, failed(sequence.request, pool_lost(why)))
+            self._requests.forget(sequence, failed(sequence.request, pool_lost(why)))
         # Nobody knows when memd comes back, so those that wait are told too, instead of being kept for ever.
         for sequence in list(self._scheduler.waiting):
-            self._fail(sequence, pool_lost(why))
+            self._requests.fail(sequence, pool_lost(why))
         self._detach(self._attachment)
         self._attach_at = now
         self._note()
@@ -240,46 +237,13 @@ class Engine:
         plan = step.plan
         if step.error is not None:
             self._scheduler.collected(plan, written=False)
-            self._step_failed(plan, step.error)
+            self._requests.step_failed(plan, step.error)
             return
         # What is sampled says which tokens of a draft are right, and so may be committed.
         delivery = deliver(step, self._around.clock(), self._eos_token_ids)
         self._scheduler.collected(plan)
-        self._hand_over(delivery)
-        self._tally.step(step, delivery.generated, self._around.clock())
-
-    def _step_failed(self, plan: Plan, error: Exception) -> None:
-        for sequence, _ in plan.chunks:
-            # It ends with what it has in the next step; the other sequences of that need nothing of this one.
-            if sequence.phase is not Phase.FINISHED:
-                self._fail(sequence, engine_failed(f"{type(error).__name__} in a step of the engine"))
-
-    def _hand_over(self, delivery: Delivery) -> None:
-        """Send a step's tokens, and end what they end."""
-        for message in delivery.messages:
-            self._around.send(message)
-        for sequence in delivery.broken:
-            self._fail(sequence, engine_failed("the model's logits are not finite"))
-        for sequence, ending, stop_token_id in delivery.ended:
-            self._finish(sequence, ending, stop_token_id)
-
-    # -- the ends of requests
-
-    def _finish(self, sequence: Sequence, ending: Ending, stop_token_id: int | None = None) -> None:
-        self._scheduler.finish(sequence)
-        used = sequence.used(self._around.clock())
-        self._forget(sequence, Finished(sequence.request, ending, used, stop_token_id))
-
-    def _fail(self, sequence: Sequence, error: PagepoolError) -> None:
-        self._scheduler.finish(sequence)
-        self._forget(sequence, failed(sequence.request, error))
-
-    def _forget(self, sequence: Sequence, last_words: Message) -> None:
-        if sequence.num_recomputed:
-            self._tally.add(recomputed_tokens=sequence.num_recomputed)
-        del self._sequences[sequence.request]
-        self._pace.left(self._around.clock())
-        self._around.send(last_words)
+        generated = self._requests.hand_over(delivery)
+        self._tally.step(step, generated, self._around.clock())
 
     # -- the engine's state
 

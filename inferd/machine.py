@@ -63,8 +63,7 @@ class CpuMachine:
     """The CPU with so many threads; its kernels are compiled when this returns."""
 
     device = CPU
-    # The engine has no forks yet.
-    unsupported_fields: tuple[str, ...] = ("n", "best_of", "beam")
+    unsupported_fields: tuple[str, ...] = ()
 
     def __init__(self, threads: int, tell: Tell) -> None:
         torch.set_num_threads(threads)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import bisect
-from itertools import islice
 
+from inferd.core.limits import Limits
+from inferd.core.ports import TableRequest
 from inferd.core.prefix_waits import PrefixWaits
 from inferd.core.sequence import Sequence
+
+PATIENCE = 3
+"""Preemptions after which a request asks for all the blocks it will ever need at once."""
 
 
 class Admission:
@@ -26,8 +30,8 @@ class Admission:
 
     @property
     def num_asked(self) -> int:
-        """Requests that memd has not answered."""
-        return len(self._asked)
+        """Sequences that will run if memd grants what it has not answered."""
+        return sum(1 + sequence.num_unborn for sequence in self._asked.values())
 
     def awaits(self, sequence: Sequence) -> bool:
         """Whether it has been asked for and memd has not answered."""
@@ -46,16 +50,53 @@ class Admission:
         if sequence is self._refused:
             self._refused = None
 
+    def drop_suspended(self) -> list[Sequence]:
+        """Those whose tables are suspended wait no more; they are returned."""
+        suspended = [sequence for sequence in self.waiting if sequence.suspended_id]
+        for sequence in suspended:
+            self.drop(sequence)
+        return suspended
+
     def ask(self, room: int, now: float) -> list[Sequence]:
-        """Those to ask for now, if so many more may run; their answers are awaited from here on."""
+        """Those to ask for now, if so many more sequences may run; their answers are awaited from here on."""
         self.waits.pass_to(now)
-        if room <= 0 or (self._refused is not None and (self._asked or not self._may_ask)):
-            return []
-        unasked = (each for each in self.waiting if each.request not in self._asked)
-        ready = (each for each in unasked if not self.waits.rests(each.request))
-        asking = list(islice(ready, room if self._refused is None else 1))
+        asking: list[Sequence] = []
+        alone = self._refused is not None
+        if room <= 0 or (alone and (self._asked or not self._may_ask)):
+            return asking
+        for each in self.waiting:
+            if each.request in self._asked or self.waits.rests(each.request):
+                continue
+            room -= 1 + each.num_unborn
+            if room < 0:
+                break
+            asking.append(each)
+            if alone:
+                break
         self._asked.update((sequence.request, sequence) for sequence in asking)
         return asking
+
+    def request(self, sequence: Sequence, block_size: int, num_running: int, limits: Limits) -> TableRequest:
+        """What memd is asked for a sequence while so many run: a table for what is known of it and a token more."""
+        whole = sequence.blocks_needed(block_size)
+        soon = min(-(-(len(sequence.tokens) + 1) // block_size), whole)
+        patience = min(sequence.num_preemptions / PATIENCE, 1.0)
+        # What is beyond its prompt would be shared by all that fork it, and replaced before it is written.
+        num_blocks = whole if patience == 1 and not sequence.forked else soon
+        resuming = sequence.suspended_id != 0
+        return TableRequest(
+            ref=sequence.request,
+            token_ids=() if resuming else sequence.tokens,
+            num_blocks=num_blocks,
+            salt=b"" if resuming else sequence.submit.salt,
+            priority=0 if resuming else sequence.submit.priority,
+            no_match=sequence.scores_prompt or not (resuming or limits.chunked_prefix),
+            arrival=sequence.arrived_at,
+            headroom=num_running + sequence.num_unborn + int(patience * (whole - num_blocks)),
+            resume_table_id=sequence.suspended_id,
+            partial=True,
+            wait_for_prefix=not resuming and self.waits.may_wait(sequence.request),
+        )
 
     def answered(self, ref: int) -> Sequence:
         """The sequence that this is the answer for."""

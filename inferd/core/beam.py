@@ -76,6 +76,11 @@ class BeamSearch:
         """Tokens that beams were continued or ended by."""
 
     @property
+    def width(self) -> int:
+        """Most beams that run."""
+        return self._how.width
+
+    @property
     def num_candidates(self) -> int:
         """How many of the likeliest next tokens `advance` has to be given of each beam, if there are as many."""
         return self._how.width + len(self._endings)

@@ -46,9 +46,6 @@ class BlockTables:
     def __getitem__(self, table_id: int) -> BlockTable:
         return self._tables[table_id]
 
-    def __len__(self) -> int:
-        return len(self._tables)
-
     @property
     def block_size(self) -> int:
         """Token positions in a block."""
@@ -75,8 +72,11 @@ class BlockTables:
 
     def room(self, table_id: int) -> int:
         """Positions that the table has blocks for and that are not prepared yet."""
-        table = self._tables[table_id]
-        return len(table.block_ids) * self._size - table.num_prepared
+        return len(self._tables[table_id].block_ids) * self._size - self._tables[table_id].num_prepared
+
+    def shares_next(self, table: BlockTable) -> bool:
+        """Whether others have the block that the table writes next: it is then replaced first."""
+        return self.room(table.table_id) > 0 and self._is_shared(table, table.num_prepared // self._size)
 
     # -- what memd is asked, and what it grants
 

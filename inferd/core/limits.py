@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from inferd.core.speculation import MAX_SPECULATE_TOKENS
 from pagepool.errors import invalid_field
 
+SCORED_ROWS = 128
+"""Rows of a step whose logits are kept for prompt logprobs: 128 MB of them for a vocabulary of 256 Ki tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from inferd.core.block_tables import BlockTables
+from inferd.core.groups import follow
 from inferd.core.limits import Limits
 from inferd.core.ports import BlockCopy, StepInput, Target
 from inferd.core.sequence import Sequence
@@ -62,7 +63,8 @@ class Draft:
         And of the reserve: the blocks beyond one for each of the `num_running` sequences.
         """
         tokens = limits.max_batch_tokens - sum(count for _, count in self.chunks)
-        room = min(tokens, limits.max_num_seqs - len(self.chunks))
+        unborn = sum(len(sequence.branches) for sequence, _ in self.chunks[self.num_decodes :])
+        room = min(tokens, limits.max_num_seqs - len(self.chunks) - unborn)
         if room <= 0:
             return
         for sequence, _ in self.chunks[: self.num_decodes]:
@@ -100,7 +102,7 @@ class Draft:
                 slots += slot_mapping(entries, first, first + count, block_size)
             if sequence.launch(count, len(rows), number, now):
                 rows.append(len(tokens) - 1)
-                sampled.append(sequence)
+                sampled += follow(sequence, rows) if sequence.branches else (sequence,)
             if sequence.draft:
                 end = first + 1 + len(sequence.draft)
                 tokens += sequence.draft

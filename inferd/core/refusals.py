@@ -5,7 +5,7 @@ from __future__ import annotations
 from inferd.core.limits import Limits
 from inferd.core.ports import Refusal
 from inferd.core.sequence import Sequence
-from pagepool.errors import PagepoolError, Reason
+from pagepool.errors import PagepoolError, Reason, invalid_field
 
 RETRY_PINNED_S = 60.0
 """When a retry makes sense while pins hold blocks: they last from a second to a day."""
@@ -28,9 +28,10 @@ def too_large(sequence: Sequence, block_size: int, total_blocks: int) -> Pagepoo
     """The error of a request that the whole pool cannot hold."""
     blocks = sequence.blocks_needed(block_size)
     prompt, most = len(sequence.submit.prompt), sequence.submit.max_tokens
+    wide = "" if sequence.search is None else f", with {sequence.search.rules.width} beams,"
     message = (
-        f"{prompt} prompt tokens and max_tokens {most} need {blocks} blocks of {block_size} tokens, but the whole pool "
-        f"has {total_blocks}; shorten the prompt, lower max_tokens, or give memd a larger --pool-bytes"
+        f"{prompt} prompt tokens and max_tokens {most}{wide} need {blocks} blocks of {block_size} tokens, but the "
+        f"whole pool has {total_blocks}; shorten the prompt, lower max_tokens, or give memd a larger --pool-bytes"
     )
     values = {"prompt_tokens": prompt, "max_tokens": most, "num_blocks": blocks, "block_size": block_size}
     return PagepoolError(Reason.REQUEST_TOO_LARGE, message, field="max_tokens", total_blocks=total_blocks, **values)
@@ -40,6 +41,15 @@ def queue_full(num_waiting: int, limits: Limits) -> PagepoolError:
     """The error of a request that comes while so many wait."""
     message = f"{num_waiting} requests wait, and --max-queue is {limits.max_queue}; retry later"
     return PagepoolError(Reason.QUEUE_FULL, message, retry_after_s=1.0, waiting=num_waiting, limit=limits.max_queue)
+
+
+def check_width(sequence: Sequence, limits: Limits) -> None:
+    """INVALID_FIELD if its continuations are more than a step of this engine may have sequences."""
+    width = 1 + sequence.num_unborn
+    if width > limits.max_num_seqs:
+        field = "n" if sequence.search is None else "beam.width"
+        limit = f"at most this worker's --max-num-seqs ({limits.max_num_seqs}), for all continuations run in each step"
+        raise invalid_field(field, width, limit, "lower it (or best_of), or start inferd with a larger --max-num-seqs")
 
 
 def _pinned(num_blocks: int, pinned: int, total: int) -> PagepoolError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from inferd.core.block_tables import BlockTables
+from inferd.core.groups import NOTHING, Ahead
 from inferd.core.ports import Refusal
 from inferd.core.sequence import Sequence
 
@@ -46,36 +47,50 @@ class Reserve:
         """Whether a claim is open, which has to be repeated every CLAIM_EVERY_S."""
         return self._claimed_at is not None
 
-    def keep(self, running: Seq[Sequence], now: float, draft_tokens: int = 0) -> None:
+    def keep(self, running: Seq[Sequence], now: float, draft_tokens: int = 0, ahead: Ahead = NOTHING) -> None:
         """Ask for what `running` needs within the next steps, or give back what it does not need.
 
-        And for what it would guess, `draft_tokens` a step, where there is enough: that is never claimed.
+        And for what it would guess, `draft_tokens` a step, and what is `ahead`, where there is enough: those blocks are
+        never claimed.
         """
-        spare = self._tables.spare_blocks
-        most = len(running) + (-(-draft_tokens * DRAFT_STEPS_AHEAD // self._size) if running else 0)
-        if spare > most + SURPLUS:
-            self._tables.give_back(spare - most - SURPLUS // 2)
+        spare, more = self._tables.spare_blocks, ahead.blocks
+        more += -(-draft_tokens * DRAFT_STEPS_AHEAD // self._size) if running else 0
+        if spare > len(running) + more + SURPLUS:
+            # Forked ones may need two soon: a copy of the block they share, and the one after it.
+            most = max(len(running), self._need(running, 2 * STEPS_AHEAD)[0]) + more
+            self._tables.give_back(max(spare - most - SURPLUS // 2, 0))
         elif not running and spare:
             self._tables.give_back(spare)
         if not running:
             self._available = self._claimed_at = None
-        if spare >= most or self._tables.awaits_reserve:
-            return  # within so few steps none needs two, so long as a step has fewer tokens than a block
+        if self._tables.awaits_reserve:
+            return
+        num_tables = 2 * ahead.table_ids if self._tables.spare_ids < ahead.table_ids else 0
+        if spare < len(running) + more:  # else within so few steps none needs two, if it computes one token in each
+            self._keep_blocks(running, now, more, num_tables)
+        elif num_tables:
+            self._ask(spare, num_tables)
+
+    def _keep_blocks(self, running: Seq[Sequence], now: float, more: int, num_tables: int) -> None:
+        """Ask for what is missing of what is needed soon, and of so many blocks more; and for table ids, if any."""
         self._looks += 1
-        if self._available is None and self._looks < LOOK_EVERY and self._seen == len(running):
+        if self._available is None and self._looks < LOOK_EVERY and self._seen == len(running) and not num_tables:
             return
         self._seen, self._looks = len(running), 0
+        spare = self._tables.spare_blocks
         low, needy = self._need(running, STEPS_AHEAD)
-        if spare >= low and (self._available is not None or most == len(running)):
+        if spare >= low and (self._available is not None or not more):
             self._claimed_at = None
+            if num_tables:
+                self._ask(spare, num_tables)
         elif self._available is None:
-            self._ask(max(self._need(running, 2 * STEPS_AHEAD)[0], most))
+            self._ask(max(self._need(running, 2 * STEPS_AHEAD)[0], len(running)) + more, num_tables)
         elif self._available > 0:
-            self._ask(min(low, spare + self._available))
+            self._ask(min(low, spare + self._available), num_tables)
         elif self._claimed_at is None or now - self._claimed_at >= CLAIM_EVERY_S:
             self._claimed_at = now
             assert needy is not None
-            self._ask(low, needy)
+            self._ask(low, num_tables, needy)
 
     def granted(self) -> None:
         """Memd has added to the reserve."""
@@ -93,9 +108,9 @@ class Reserve:
         if self._claimed_at is not None:
             self._claimed_at = float("-inf")
 
-    def _ask(self, num_blocks: int, for_table_id: int = 0) -> None:
+    def _ask(self, num_blocks: int, num_tables: int, for_table_id: int = 0) -> None:
         self._last_ref += 1
-        self._tables.ask(self._last_ref, num_blocks, 0, for_table_id)
+        self._tables.ask(self._last_ref, num_blocks, num_tables, for_table_id)
 
     def _need(self, running: Seq[Sequence], steps: int) -> tuple[int, int | None]:
         """Blocks that the sequences need for so many steps, and the most urgent table among those that need some."""
@@ -106,8 +121,9 @@ class Reserve:
                 continue
             positions = min(steps, sequence.max_length - 1 - sequence.num_launched)
             missing = positions - (len(table.block_ids) * self._size - table.num_prepared)
-            if missing > 0:
-                need += -(-missing // self._size)
+            replaced = sequence.forked and positions > 0 and self._tables.shares_next(table)
+            if missing > 0 or replaced:
+                need += max(-(-missing // self._size), 0) + replaced
                 if first is None or sequence.rank < first.rank:
                     first = sequence
         return need, first.table.table_id if first is not None and first.table is not None else None

@@ -9,19 +9,14 @@ from collections.abc import Iterable
 
 from inferd.core.admission import Admission
 from inferd.core.block_tables import BlockTables, ReserveShortError
-from inferd.core.limits import Limits
+from inferd.core.groups import Groups
+from inferd.core.limits import SCORED_ROWS, Limits
 from inferd.core.plan import Draft, Plan, chunk_size
-from inferd.core.ports import Grant, PoolInfo, Refusal, Remap, Step, TableRequest
-from inferd.core.refusals import queue_full, too_large, why_cornered, why_never
+from inferd.core.ports import Grant, PoolInfo, Refusal, Remap, Step
+from inferd.core.refusals import check_width, queue_full, too_large, why_cornered, why_never
 from inferd.core.reserve import Reserve
 from inferd.core.sequence import Phase, Sequence
 from pagepool.errors import PagepoolError
-
-SCORED_ROWS = 128
-"""Rows of a step whose logits are kept for prompt logprobs: 128 MB of them for a vocabulary of 256 Ki tokens."""
-
-PATIENCE = 3
-"""Preemptions after which a request asks for all the blocks it will ever need at once."""
 
 
 class Scheduler:
@@ -45,6 +40,7 @@ class Scheduler:
         self._queue = Admission(limits.prefix_wait_s)
         self._tables = BlockTables(1)  # of no pool yet: attach makes those of the pool
         self._reserve = Reserve(self._tables, 1)
+        self._groups = Groups(self._tables)
         self._yielding: list[Sequence] = []
         self._num_plans = self._draft_tokens = 0
         self.admitting = False
@@ -70,51 +66,60 @@ class Scheduler:
         """Work with this pool, of which nothing is held yet."""
         self._block_size, self._total_blocks = info.block_size, info.num_blocks
         self._tables = BlockTables(info.block_size)
-        self._reserve = Reserve(self._tables, info.block_size)
+        self._reserve, self._groups = Reserve(self._tables, info.block_size), Groups(self._tables)
         self._queue.reset()
         self.admitting = True
 
     def lose(self) -> list[Sequence]:
         """All tables are gone: the sequences that had begun, to be ended by the caller. The others wait again."""
         lost = [sequence for sequence in self.running if sequence.started_at is not None]
-        for sequence in self.running:
-            if sequence.started_at is None:
-                sequence.send_back()
-                self._queue.add(sequence)
-        suspended = [sequence for sequence in self.waiting if sequence.suspended_id]
-        for sequence in suspended:
-            self._queue.drop(sequence)
-        for sequence in lost + suspended:
+        for sequence in [each for each in self.running if each.started_at is None]:
+            sequence.send_back()
+            self._queue.add(sequence)
+        over = [each for one in lost + self._queue.drop_suspended() for each in (one, *one.branches)]
+        for sequence in over:
             sequence.finish()
         self.running, self._yielding, self._tables = [], [], BlockTables(1)
-        self._reserve = Reserve(self._tables, 1)
+        self._reserve, self._groups = Reserve(self._tables, 1), Groups(self._tables)
         self._queue.reset()
         self.admitting = False
-        return lost + suspended
+        return [sequence for sequence in over if sequence.owner is sequence]
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new sequence. PagepoolError QUEUE_FULL, or REQUEST_TOO_LARGE if the pool can never hold it."""
-        if self._block_size and self._never_fits(sequence):
-            raise too_large(sequence, self._block_size, self._total_blocks)
+        """Queue a new sequence and its branches.
+
+        PagepoolError QUEUE_FULL, REQUEST_TOO_LARGE if the pool can never hold it, or INVALID_FIELD if no step can.
+        """
+        check_width(sequence, self._limits)
+        for _, error in self._unfit([sequence]):
+            raise error
         if len(self.waiting) >= self._limits.max_queue + self._limits.max_num_seqs - len(self.running):
             raise queue_full(len(self.waiting), self._limits)
         self._queue.add(sequence)
 
     def unfit(self) -> list[tuple[Sequence, PagepoolError]]:
         """Those that came before the pool was there, and that it can never hold; the caller ends them."""
-        size, total = self._block_size, self._total_blocks
-        return [(one, too_large(one, size, total)) for one in self.waiting if self._never_fits(one)]
+        return self._unfit(self.waiting)
 
     def finish(self, sequence: Sequence) -> None:
-        """A sequence is over, wherever it stands: its table goes back once no step is in flight that writes to it."""
-        if sequence.phase is Phase.WAITING:
+        """A sequence is over, wherever it stands: its table goes back once no step is in flight that writes to it.
+
+        So are the beams of its search. Its branches are not: the caller ends them, before it or by themselves.
+        """
+        if sequence.stem is not None:
+            sequence.stem.branches.remove(sequence)
+        elif sequence.phase is Phase.WAITING:
             self._queue.drop(sequence)
             if sequence.suspended_id and not self._queue.awaits(sequence):  # else the answer decides how
                 self._tables.drop_suspended(sequence.suspended_id)
         else:
-            self.running.remove(sequence)
-            if not sequence.in_flight:
-                self._release(sequence)
+            self._groups.leave(sequence)
+            for each in sequence.members:
+                self.running.remove(each)
+                if not each.in_flight:
+                    self._release(each)
+                if each is not sequence:
+                    each.finish()
         sequence.finish()
 
     def granted(self, grant: Grant) -> Sequence | None:
@@ -136,6 +141,7 @@ class Scheduler:
         else:
             self._queue.admit(sequence)
             self.running.append(sequence)
+            self._groups.join(sequence)
             sequence.admit(table)
             return sequence
         return None
@@ -145,7 +151,7 @@ class Scheduler:
         if self._tables.has_asked(refusal.ref):
             self._reserve.refused(refusal)
             cornered = ((one, why_cornered(one, self._block_size, refusal)) for one in self.running)
-            return next(((one, error) for one, error in cornered if error is not None), None)
+            return next(((one.owner, error) for one, error in cornered if error is not None), None)
         sequence = self._queue.answered(refusal.ref)
         if sequence.phase is Phase.FINISHED:
             if sequence.suspended_id:
@@ -174,20 +180,24 @@ class Scheduler:
     def victim(self, table_id: int) -> None:
         """News from memd: this table's blocks are for somebody more urgent."""
         for sequence in [each for each in self.running if each.table_id == table_id and not each.yielding]:
-            sequence.yielding = True
-            self._yielding.append(sequence)
+            for each in sequence.members:
+                each.yielding = True
+            self._yielding.append(sequence.owner)
 
     def take_steps(self, now: float) -> list[Step]:
         """Everything that memd has to be told and asked since the last call, to be sent in this order."""
         self._yielding = [each for each in self._yielding if each.phase is not Phase.FINISHED]
-        for sequence in [each for each in self._yielding if not each.in_flight]:
+        for sequence in [each for each in self._yielding if not any(beam.in_flight for beam in each.members)]:
             sequence.num_preemptions += 1
             self.num_preemptions += 1
             self._take_back(sequence)
-        self._reserve.keep(self.running, now, self._draft_tokens)
-        room = self._limits.max_num_seqs - len(self.running) - self._queue.num_asked
+        self._groups.place(self.running)
+        ahead = self._groups.ahead
+        self._reserve.keep(self.running, now, self._draft_tokens, ahead)
+        num_running = len(self.running) + ahead.sequences
+        room = self._limits.max_num_seqs - num_running - self._queue.num_asked
         for sequence in self._queue.ask(room, now) if self.admitting else ():
-            self._tables.create(self._request(sequence))
+            self._tables.create(self._queue.request(sequence, self._block_size, num_running, self._limits))
         return self._tables.take_steps()
 
     def plan(self, now: float) -> Plan | None:
@@ -210,6 +220,8 @@ class Scheduler:
         budget, scored_rows = self._limits.max_batch_tokens - draft.num_decodes, SCORED_ROWS
         for sequence in ready:
             count = chunk_size(sequence, budget, scored_rows)
+            if sequence.search is not None:  # a beam that resumes gets its blocks from the reserve, one at a time
+                count = min(count, self._tables.room(sequence.table_id) or self._block_size)
             if count > 0 and self._take_in(draft, sequence, count):
                 budget -= count
                 scored_rows -= count if sequence.scores_prompt else 0
@@ -231,6 +243,8 @@ class Scheduler:
                     self._tables.commit(sequence.table_id, sequence.advance(count))
                 elif written:
                     self._commit_draft(sequence, count)
+                if sequence.branches and sequence.num_computed == sequence.num_prompt:
+                    self.running += self._groups.branch_off(sequence, self._queue)
             elif not sequence.in_flight:
                 self._release(sequence)
 
@@ -241,8 +255,9 @@ class Scheduler:
         if not sequence.in_flight:
             self._tables.retract(sequence.table_id, sequence.num_launched)
 
-    def _never_fits(self, sequence: Sequence) -> bool:
-        return sequence.blocks_needed(self._block_size) > self._total_blocks
+    def _unfit(self, sequences: list[Sequence]) -> list[tuple[Sequence, PagepoolError]]:
+        size, total = self._block_size, self._total_blocks
+        return [(one, too_large(one, size, total)) for one in sequences if size and one.blocks_needed(size) > total]
 
     def _release(self, sequence: Sequence) -> None:
         self._tables.release(sequence.table_id)
@@ -250,36 +265,21 @@ class Scheduler:
 
     def _take_back(self, sequence: Sequence) -> None:
         """It waits again: with its tokens in memd, unless it wants its whole prompt computed or has never begun."""
-        self.running.remove(sequence)
+        for each in sequence.members:
+            self.running.remove(each)
         if sequence.yielding:
             self._yielding.remove(sequence)
+        self._groups.leave(sequence)
         table_id = sequence.table_id
-        if sequence.started_at is None or sequence.scores_prompt:
+        if sequence.search is not None:
+            sequence.search.save(self._tables)
+            sequence.send_back()
+        elif sequence.started_at is None or sequence.scores_prompt:
             self._tables.release(table_id)
             sequence.send_back()
         else:
             self._tables.suspend(table_id, sequence.suspend())
         self._queue.add(sequence)
-
-    def _request(self, sequence: Sequence) -> TableRequest:
-        size, whole = self._block_size, sequence.blocks_needed(self._block_size)
-        soon = min(-(-(len(sequence.tokens) + 1) // size), whole)
-        patience = min(sequence.num_preemptions / PATIENCE, 1.0)
-        num_blocks = whole if patience == 1 else soon
-        resuming = sequence.suspended_id != 0
-        return TableRequest(
-            ref=sequence.request,
-            token_ids=() if resuming else sequence.tokens,
-            num_blocks=num_blocks,
-            salt=b"" if resuming else sequence.submit.salt,
-            priority=0 if resuming else sequence.submit.priority,
-            no_match=sequence.scores_prompt or not (resuming or self._limits.chunked_prefix),
-            arrival=sequence.arrived_at,
-            headroom=len(self.running) + int(patience * (whole - num_blocks)),
-            resume_table_id=sequence.suspended_id,
-            partial=True,
-            wait_for_prefix=not resuming and self._queue.waits.may_wait(sequence.request),
-        )
 
     def _take_in(self, draft: Draft, sequence: Sequence, count: int) -> bool:
         """Put tokens of a sequence into a step; False if it has no block to write them to."""

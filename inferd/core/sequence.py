@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from enum import Enum, auto
+from typing import TYPE_CHECKING
 
+from inferd.core.beam import Likeliest
 from inferd.core.block_table import BlockTable
 from inferd.core.history import Extras
 from inferd.core.messages import Ending, Submit, Used
+from inferd.core.phases import NEXT, Phase
 from inferd.core.ports import Target
 from inferd.core.speculation import MakeProposer, Speculation
 from pagepool.errors import PagepoolError, Reason, invalid_field
 
+if TYPE_CHECKING:
+    from inferd.core.searching import Search
 
-class Phase(Enum):
-    """Where a sequence stands."""
-
-    WAITING = auto()
-    PREFILL = auto()
-    DECODE = auto()
-    FINISHED = auto()
-
-
-_NEXT: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.PREFILL, Phase.FINISHED}),
-    Phase.PREFILL: frozenset({Phase.WAITING, Phase.DECODE, Phase.FINISHED}),
-    Phase.DECODE: frozenset({Phase.WAITING, Phase.FINISHED}),
-    Phase.FINISHED: frozenset(),
-}
+__all__ = ["Phase", "Sequence"]
 
 
 class Sequence:
@@ -43,6 +33,10 @@ class Sequence:
     Of those below `length`, [len(tokens), length) are being sampled and not known yet; the last of them is sampled from
     logit row `row` of the `sampled_in`th plan. What was known when the table was granted, [0, num_prefill), is computed
     in chunks: the prompt, and after a preemption what was generated before it.
+
+    What comes next of a sequence that `waits` is decided on the host, by its history or by a search. `branches` are
+    samples of the same prompt, which begin when the prompt is computed and whose `stem` it is until then. The beams of
+    a `search` are sequences too; the front knows one of them, their `owner`.
 
     A sequence that is `yielding` takes part in no more steps until its blocks are gone; then it waits, with its tokens
     and the id of its suspended table, until it gets blocks again.
@@ -70,6 +64,12 @@ class Sequence:
         self.speculation: Speculation | None = None
         self.draft: Seq[int] = ()
         self.extras = Extras.of(submit)
+        self.waits = self.extras is not None and self.extras.history is not None
+        self.branches: list[Sequence] = []
+        self.stem: Sequence | None = None
+        self.search: Search | None = None
+        self.likeliest: Likeliest | None = None  # of a beam, until the search has heard of all of them
+        self.forked = False  # whether others may share the block that it writes next
         self.num_scored = 1  # prompt tokens whose logprobs need no more steps; nothing comes before the first
         self.cached_tokens = 0
         self.table: BlockTable | None = None
@@ -97,13 +97,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens for the steps to come; none once the last token is being sampled, for nothing follows from its KV.
 
-        And none, for a sequence whose history decides what comes next or is guessed from, while its last token is not
-        known.
+        And none, for a sequence that waits or guesses, while its last token is not known.
         """
         if self.length >= self.max_length or self.yielding:
             return 0
-        guesses = self.speculation is not None and not self.speculation.resting
-        if guesses or (self.extras is not None and self.extras.history is not None):
+        if self.waits or (self.speculation is not None and not self.speculation.resting):
             return len(self.tokens) - self.num_launched if self.length == len(self.tokens) else 0
         return self.length - self.num_launched
 
@@ -111,7 +109,7 @@ class Sequence:
         """Guess as many tokens a step as the request says, or the default; none if penalties depend on each of them."""
         asked = self.submit.speculate_tokens
         limit = default_tokens if asked is None else asked
-        if limit > 0 and (self.extras is None or self.extras.history is None):
+        if limit > 0 and self.search is None and (self.extras is None or self.extras.history is None):
             self.speculation = Speculation(make(self.tokens), limit)
 
     @property
@@ -120,9 +118,29 @@ class Sequence:
         asked = self.extras is not None and self.extras.prompt_logprobs is not None
         return asked and self.num_scored < self.num_prompt
 
+    @property
+    def owner(self) -> Sequence:
+        """The sequence that the front knows: of a beam the one whose search it is."""
+        return self if self.search is None else self.search.owner
+
+    @property
+    def members(self) -> Seq[Sequence]:
+        """Itself, or all beams of its search: they yield together."""
+        return (self,) if self.search is None else self.search.members
+
+    @property
+    def num_unborn(self) -> int:
+        """Sequences that it will be more than there are: branches, or beams."""
+        return len(self.branches) if self.search is None else self.search.num_unborn
+
     def blocks_needed(self, block_size: int) -> int:
-        """Blocks that hold the whole request. The last token is never computed, so it needs no place."""
-        return -(-(self.max_length - 1) // block_size)
+        """Blocks that hold the whole request. The last token is never computed, so it needs no place.
+
+        Beams share the prompt's full blocks. Branches count for themselves, since they can run one after the other.
+        """
+        whole = -(-(self.max_length - 1) // block_size)
+        shared = self.num_prompt // block_size if self.search is not None else whole
+        return shared + (0 if self.search is None else self.search.rules.width * (whole - shared))
 
     @property
     def table_id(self) -> int:
@@ -143,7 +161,7 @@ class Sequence:
 
     def admit(self, table: BlockTable) -> None:
         """It has blocks: of a new table, or of its own one again."""
-        self._enter(Phase.PREFILL)
+        self.enter(Phase.PREFILL)
         self.table, self.suspended_id = table, 0
         if self.started_at is None:
             self.cached_tokens = table.cached_tokens
@@ -153,7 +171,7 @@ class Sequence:
     def send_back(self) -> None:
         """Wait again, before the first step with a table, which is released."""
         assert not self.in_flight
-        self._enter(Phase.WAITING)
+        self.enter(Phase.WAITING)
         self.table, self.yielding = None, False
         self.num_computed = self.num_launched = 0
 
@@ -162,7 +180,7 @@ class Sequence:
         assert self.table is not None
         assert not self.in_flight
         assert self.length == len(self.tokens), "a token is being sampled"
-        self._enter(Phase.WAITING)
+        self.enter(Phase.WAITING)
         self.suspended_id, self.table, self.yielding = self.table.table_id, None, False
         self.most_computed = max(self.most_computed, self.num_computed)
         return self.tokens[self.num_computed :]
@@ -202,14 +220,18 @@ class Sequence:
         assert self.num_computed <= min(self.num_launched, len(self.tokens))
         return self.tokens[first : self.num_computed]
 
+    def note_token(self, now: float) -> None:
+        """A token was sampled, or chosen."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+        self.last_token_at = now
+
     def accept(self, token: int, now: float, eos_token_ids: frozenset[int]) -> Ending | None:
         """A token was sampled. Says how the sequence ends by it, or None; a token that ends it is not taken in."""
         assert len(self.tokens) < self.length
         if self.phase is Phase.PREFILL:
-            self._enter(Phase.DECODE)
-        if self.first_token_at is None:
-            self.first_token_at = now
-        self.last_token_at = now
+            self.enter(Phase.DECODE)
+        self.note_token(now)
         if token in self.stop_token_ids:
             return Ending.STOP_TOKEN
         if token in eos_token_ids and not self.submit.ignore_eos:
@@ -243,7 +265,7 @@ class Sequence:
 
     def finish(self) -> None:
         """It is over, however it ended."""
-        self._enter(Phase.FINISHED)
+        self.enter(Phase.FINISHED)
 
     def used(self, now: float) -> Used:
         """What it used; a phase that has not ended lasts until now."""
@@ -253,7 +275,7 @@ class Sequence:
         return Used(
             prompt_tokens=self.num_prompt,
             cached_tokens=self.cached_tokens,
-            generated_tokens=self.num_generated,
+            generated_tokens=self.num_generated if self.search is None else self.search.rules.generated,
             queue_s=started - self.arrived_at,
             prefill_s=first - started,
             decode_s=last - first,
@@ -262,7 +284,8 @@ class Sequence:
             accepted_tokens=self.speculation.num_accepted if self.speculation else 0,
         )
 
-    def _enter(self, phase: Phase) -> None:
-        if phase not in _NEXT[self.phase]:
+    def enter(self, phase: Phase) -> None:
+        """Go on to a phase that may follow."""
+        if phase not in NEXT[self.phase]:
             raise RuntimeError(f"request {self.request} cannot go from {self.phase.name} to {phase.name}")
         self.phase = phase

@@ -16,8 +16,8 @@ from operator import attrgetter
 import structlog
 import torch
 
+from inferd.core.limits import SCORED_ROWS
 from inferd.core.ports import StepInput
-from inferd.core.scheduler import SCORED_ROWS
 from inferd.model.cuda_attention import CUDA_ATTENTION_NAME, LongSteps, ShortSteps, StepAttention
 from inferd.model.cuda_graphs import DECODE_SIZES, MIN_ROWS, MIXED_SIZES, CompiledForward, Graphs, ladder
 from inferd.model.cuda_logits import LogitsWork, rows_at_once

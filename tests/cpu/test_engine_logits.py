@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from inferd.core.limits import Limits
+from inferd.core.limits import SCORED_ROWS, Limits
 from inferd.core.messages import Adjustments, Cancel, Ending, PromptLogprobs, Sampling, TokenLogprobs, Tokens
 from inferd.core.ngram import NgramIndex
-from inferd.core.scheduler import SCORED_ROWS
 from inferd.core.speculation import MakeProposer
 from inferd.model.load import prepare
 from inferd.model.runner import ModelRunner

@@ -86,7 +86,7 @@ def test_a_finished_sequence_stays_finished(phase: Phase) -> None:
     sequence = make(1)
     sequence.finish()
     with pytest.raises(RuntimeError, match="cannot go from FINISHED"):
-        sequence._enter(phase)
+        sequence.enter(phase)
 
 
 def test_a_sequence_cannot_decode_before_it_was_admitted() -> None:
@@ -94,7 +94,7 @@ def test_a_sequence_cannot_decode_before_it_was_admitted() -> None:
     sequence.num_computed = 10
     assert sequence.phase is Phase.WAITING
     with pytest.raises(RuntimeError):
-        sequence._enter(Phase.DECODE)
+        sequence.enter(Phase.DECODE)
 
 
 def test_the_phases_of_a_sequence_are_timed_one_after_the_other() -> None:
