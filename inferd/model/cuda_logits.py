@@ -58,19 +58,21 @@ class Asked:
 
 
 class LogitsWork:
-    """For steps whose sampled tokens are in `tokens`, int32 [most], on the device; logits have `vocab` columns.
+    """For steps whose sampled tokens are in `tokens`, int32 on the device; logits have `vocab` columns.
+
+    The rows of a step's targets begin with its logits' row `first_target`.
 
     `sampler` takes float32 rows, rows_at_once(vocab) at a time. All launches go to torch's current stream, which must
     be the sampler's, behind the step's own. Nothing waits for the device, and nothing is kept from step to step.
     """
 
-    def __init__(self, sampler: Sampler, tokens: torch.Tensor, vocab: int) -> None:
-        self._sampler, self._tokens, self._vocab = sampler, tokens, vocab
+    def __init__(self, sampler: Sampler, tokens: torch.Tensor, vocab: int, first_target: int) -> None:
+        self._sampler, self._tokens, self._vocab, self._first_target = sampler, tokens, vocab, first_target
 
     def launch(self, logits: torch.Tensor, rows: Sequence[Row], targets: Sequence[Target]) -> Asked | None:
         """Do what the rows and targets of a step ask for; None if they ask for no logprobs.
 
-        logits [R, vocab], of any dtype: those of the step's rows first, those of its targets from row `most` on.
+        logits [R, vocab], of any dtype: those of the step's rows first, those of its targets from `first_target` on.
         """
         adjusted = [at for at, row in enumerate(rows) if row.extras is not None and row.extras.adjustments is not None]
         for part in self._slices(adjusted):
@@ -103,10 +105,10 @@ class LogitsWork:
         self._tokens.index_copy_(0, there["places"], sampled)
 
     def _score(self, logits: torch.Tensor, tops: dict[int, int], targets: Sequence[Target], num_rows: int) -> Asked:
-        rows, most = list(tops), len(self._tokens)
+        rows, first_target = list(tops), self._first_target
         there = upload(
             logits.device,
-            places=np.array([*rows, *range(most, most + len(targets))], np.int64),
+            places=np.array([*rows, *range(first_target, first_target + len(targets))], np.int64),
             target_ids=np.array([target.token_id for target in targets], np.int64),
         )
         places = there["places"]

@@ -103,7 +103,7 @@ class CudaRunner:
         self._stream = torch.cuda.ExternalStream(device.stream_handle, device=device.index)  # type: ignore[no-untyped-call]
         self._ops = CudaOps(device, pool.address, pool.layout, decode_layers(served))
         self._blocks = limits.blocks(pool.layout.block_size)
-        rows = max(MIN_ROWS, limits.max_num_seqs)
+        rows = ladder(DECODE_SIZES, limits.max_num_seqs)[-1]  # a captured step may have more than sequences may run
         with torch.cuda.stream(self._stream):
             self._tokens = torch.zeros(rows, dtype=torch.int32, device=served.model.device)
         self._ring = TokenRing(device, rows)
@@ -118,22 +118,11 @@ class CudaRunner:
     def launch(self, step: StepInput, rows: Sequence[Row]) -> Launched:
         """See inferd.surroundings.Model."""
         with device_errors(), torch.inference_mode(), torch.cuda.stream(self._stream):
-            slot = self._ring.begin()
-            if step.copies:
-                self._ops.copy_blocks(*copies_of(step))
-            need = room_for(step)
-            rungs = () if step.targets else self._rungs  # which have no rows for targets
-            if rung := next((rung for rung in rungs if rung.holds(need)), None):
-                rung.buffers.stage(step, rows)
-                rung.graph.replay()
-                logits = rung.logits
-            else:
-                logits = self._launch_uncaptured(step, rows)
-            asked = None
-            if step.targets or any(map(_EXTRAS, rows)):
-                assert self._work is not None
-                asked = self._work.launch(logits, rows, step.targets)
-            return slot.end(self._tokens.data_ptr(), len(rows), asked)
+            try:
+                return self._launch(step, rows)
+            except Exception:
+                self._stream.synchronize()  # what was launched of it still writes to blocks that are given back next
+                raise
 
     def capture(self, tell: Callable[[str], None]) -> None:
         """Compile the forward and capture the steps of all sizes; from then on neither happens any more."""
@@ -144,7 +133,7 @@ class CudaRunner:
             logits = self._run(self._short, attention, MIN_ROWS)
             self._work = self._logits_work(logits.shape[1])
             logits = self._run(self._short, attention, MIN_ROWS, targets=True)
-            self._work.warm_up(logits, len(self._tokens), SCORED_ROWS)
+            self._work.warm_up(logits, self._limits.max_num_seqs, SCORED_ROWS)
             self._stream.synchronize()
             tell(f"ready to capture after {time.perf_counter() - began:.1f} s")
             if self._limits.graphs:
@@ -194,6 +183,24 @@ class CudaRunner:
         graph, logits = self._graphs.capture(lambda: self._run(buffers, attention, room.tokens))
         self._rungs.append(Rung(buffers, graph, logits))
 
+    def _launch(self, step: StepInput, rows: Sequence[Row]) -> Launched:
+        slot = self._ring.begin()
+        if step.copies:
+            self._ops.copy_blocks(*copies_of(step))
+        need = room_for(step)
+        rungs = () if step.targets else self._rungs  # which have no rows for targets
+        if rung := next((rung for rung in rungs if rung.holds(need)), None):
+            rung.buffers.stage(step, rows)
+            rung.graph.replay()
+            logits = rung.logits
+        else:
+            logits = self._launch_uncaptured(step, rows)
+        asked = None
+        if step.targets or any(map(_EXTRAS, rows)):
+            assert self._work is not None
+            asked = self._work.launch(logits, rows, step.targets)
+        return slot.end(self._tokens.data_ptr(), len(rows), asked)
+
     def _launch_uncaptured(self, step: StepInput, rows: Sequence[Row]) -> torch.Tensor:
         used, targets = max(MIN_ROWS, len(step.token_ids)), bool(step.targets)
         if max(step.q_lens) <= MAX_QUERY_TOKENS:
@@ -230,8 +237,8 @@ class CudaRunner:
         return logits
 
     def _logits_work(self, vocab: int) -> LogitsWork:
-        sampler = GpuSampler(self._device, min(rows_at_once(vocab), len(self._tokens)), vocab, "float32")
-        return LogitsWork(sampler, self._tokens, vocab)
+        sampler = GpuSampler(self._device, min(rows_at_once(vocab), self._limits.max_num_seqs), vocab, "float32")
+        return LogitsWork(sampler, self._tokens, vocab, self._short.room.rows)
 
     def _buffers(self, sequences: int, tokens: int, max_queries: int) -> StepBuffers:
         rows = max(MIN_ROWS, sequences)

@@ -73,7 +73,8 @@ class Rig:
         if self.refusals:
             raise self.refusals.pop(0)
         self.session, self.model = MemoryPool(self.pool, self.mailbox.signal, takes_remaps=True), self._bind(self.pool)
-        self.device = Deferred(self.model, self.depth)
+        # One that has steps in flight itself keeps account of them as Deferred does.
+        self.device = Deferred(self.model, self.depth) if self.model.depth == 1 else self.model
         self.session.on_step = self._check_step
         return Attachment(self.session, self.device, self._closer(self.session), self._warm_up)
 

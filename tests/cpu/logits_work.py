@@ -49,4 +49,4 @@ def sampled_work(logits: torch.Tensor, rows: list[Row], most: int) -> tuple[Logi
     plain = sample(logits[: len(rows)].float(), [row._replace(extras=None) for row in rows])
     tokens[: len(rows)] = torch.tensor(plain, dtype=torch.int32)
     sampler = TwinSampler()
-    return LogitsWork(sampler, tokens, logits.shape[1]), tokens, sampler
+    return LogitsWork(sampler, tokens, logits.shape[1], most), tokens, sampler

@@ -116,6 +116,33 @@ def test_tokens_are_those_of_transformers_alone_and_in_a_batch_on_both_workers(h
         assert worker.generate(alone).token_ids == wanted[-1]
 
 
+def test_penalties_and_logprobs_are_those_of_transformers_on_both_workers(house: House) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(house.model, dtype=torch.float32)
+    prompt = a_prompt(150, 3)
+    ids, bias = torch.tensor([prompt]), {5: 4.0, 77: -100.0}
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    sequence_bias = {(token,): value for token, value in bias.items()}
+    (whole,) = model.generate(ids, repetition_penalty=1.4, sequence_bias=sequence_bias, **options).tolist()
+    with torch.inference_mode():
+        wanted = model(torch.tensor([whole])).logits[0].double().log_softmax(-1)
+    request = greedy(prompt, NEW_TOKENS, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+    request.sampling.MergeFrom(pb.SamplingParams(repetition_penalty=1.4, logit_bias=bias))
+    for worker in (house.first, house.second):
+        card = worker.stub().GetModel(pb.GetModelRequest())
+        assert not {"logprobs", "prompt_logprobs", "sampling.logit_bias"} & set(card.unsupported_fields)
+        found = []
+        for event in worker.stub().Generate(request, timeout=60):
+            found += event.prompt_logprobs.logprobs if event.HasField("prompt_logprobs") else event.tokens.logprobs
+        assert [each.token_id for each in found] == whole[1:]
+        for at, each in enumerate(found):
+            assert each.logprob == pytest.approx(float(wanted[at, each.token_id]), abs=1e-3)
+            best = wanted[at].topk(len(each.top_token_ids)).values.tolist()
+            assert list(each.top_logprobs) == pytest.approx(best, abs=1e-3)
+
+
 def test_text_goes_in_and_comes_out(house: House) -> None:
     run = house.first.generate(greedy("The lighthouse keeper wrote", 8, ignore_eos=True))
     assert run.finished.usage.prompt_tokens == 27
