@@ -150,6 +150,17 @@ def test_a_difference_within_the_noise_is_called_none() -> None:
     assert result.least_difference > 0.03
 
 
+def test_a_value_that_ran_with_other_flags_only_is_shown_with_a_star() -> None:
+    result = tuned(grid(2, 2, 1), ladder(100.0), 5)
+    chosen = result.grid.setting(result.choice.point)
+    assert (chosen.block_size, chosen.num_blocks) == (16, 16384 // 16)
+    assert (0, 0, 0) not in result.points, "8 ran with the largest pool only"
+    words = "\n".join([*reasons(result), *text_plot(result, 80)])
+    assert "--block-size 16: 8: none*" in words
+    assert "--max-num-blocks 1024: 2,048: none" in words
+    assert "* ran with other values of the other flags only" in words
+
+
 def test_json_has_every_run_and_is_json() -> None:
     result = tuned(grid(2, 1, 1), lambda point: None if point[0] == 0 else 100.0, 6)
     told = json.loads(json.dumps(as_json(result)))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from xml.sax.saxutils import escape
 
-from pagepool_client.tuning.report import verdict
+from pagepool_client.tuning.report import beside
 from pagepool_client.tuning.result import FLAGS, Result
 from pagepool_client.tuning.trials import Point
 
@@ -28,7 +28,7 @@ def text_plot(result: Result, width: int) -> list[str]:
         for point in result.line(axis):
             label = f"{result.value(point, axis):>10,}  "
             chosen = point == result.choice.point
-            words = "recommended" if chosen else verdict(result.against(point))
+            words = "recommended" if chosen else beside(result, point, axis)
             served = result.trials.runs(point) > 0
             drawn = _drawn(result, point, low, high, room) if served else " " * room
             lines.append(f"{label}{drawn}  {words}")

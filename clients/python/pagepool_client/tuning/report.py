@@ -31,6 +31,8 @@ def reasons(result: Result) -> list[str]:
     """Why each flag has the value that it has: the values beside it, and the noise."""
     lines = [f"{FLAGS[axis]} {result.value(result.choice.point, axis)}: {_beside(result, axis)}" for axis in range(3)]
     trials = result.trials
+    if any(result.differs_elsewhere(point, axis) for axis in range(3) for point in result.line(axis)):
+        lines.append("* ran with other values of the other flags only")
     lines.append(
         f"noise: runs of one setting have a standard deviation of {share(math.expm1(trials.noise), 1)}; a difference "
         f"under {share(result.least_difference, 1)} is none"
@@ -55,6 +57,11 @@ def as_json(result: Result) -> dict[str, object]:
         "exhaustive_runs": result.sweep_runs,
         "settings": [_setting_json(result, point) for point in result.points],
     }
+
+
+def beside(result: Result, point: Point, axis: int) -> str:
+    """A setting's difference on the line of an axis; a star says that other flags differ too."""
+    return verdict(result.against(point)) + ("*" if result.differs_elsewhere(point, axis) else "")
 
 
 def verdict(against: Against | None) -> str:
@@ -87,7 +94,7 @@ def _beside(result: Result, axis: int) -> str:
     line = [point for point in result.line(axis) if point != result.choice.point]
     if not line:
         return "no other value ran beside it"
-    words = [f"{result.value(point, axis):,}: {verdict(result.against(point))}" for point in line]
+    words = [f"{result.value(point, axis):,}: {beside(result, point, axis)}" for point in line]
     equal = any((against := result.against(point)) is not None and against.none for point in line)
     kept = (
         "nearest to what practitioners advise",

@@ -69,9 +69,24 @@ class Result:
         return Against(math.expm1(gap), not self.trials.differs(point, self.choice.point))
 
     def line(self, axis: int) -> list[Point]:
-        """The settings that ran and differ from the recommended one in this axis only, and that one."""
-        chosen = self.choice.point
-        return [p for p in self.points if all(p[i] == chosen[i] for i in range(3) if i != axis)]
+        """For each value of an axis that ran the setting nearest to the recommended one, which is one of them.
+
+        Nearest is who differs from it in the fewest other flags, of equals who scored best.
+        """
+        found: dict[int, Point] = {}
+        for point in self.points:
+            other = found.get(point[axis])
+            if other is None or self._nearness(point) > self._nearness(other):
+                found[point[axis]] = point
+        return [found[value] for value in sorted(found)]
+
+    def differs_elsewhere(self, point: Point, axis: int) -> bool:
+        """Whether a setting differs from the recommended one in other flags than the axis' too."""
+        return any(point[i] != self.choice.point[i] for i in range(3) if i != axis)
+
+    def _nearness(self, point: Point) -> tuple[int, float]:
+        same = sum(mine == theirs for mine, theirs in zip(point, self.choice.point, strict=True))
+        return same, self.trials.mean(point)
 
     def margin(self, point: Point) -> float:
         """How far off the mean score of a setting that served may be, in 19 of 20 cases."""
@@ -84,6 +99,8 @@ class Result:
         return math.expm1(student_t(self.trials.freedom) * self.trials.noise * math.sqrt(1 + 1 / runs))
 
     def value(self, point: Point, axis: int) -> int:
-        """What the axis' flag is set to."""
-        setting = self.grid.setting(point)
+        """What the axis' flag would be with the point's value of it, and the recommended one's of the others."""
+        chosen = list(self.choice.point)
+        chosen[axis] = point[axis]
+        setting = self.grid.setting((chosen[0], chosen[1], chosen[2]))
         return (setting.block_size, setting.num_blocks, setting.batch_tokens)[axis]
