@@ -15,7 +15,7 @@ from pagepool_client.tuning.figures import figures
 from pagepool_client.tuning.replay import Order, replay
 from pagepool_client.workload.format import Piece, WorkloadRequest, line
 from tests.e2e.conftest import clean_environ
-from tests.e2e.workers import Worker
+from tests.e2e.workers import TinyHouse
 
 COMMAND = [sys.executable, "-m", "pagepool_client.cli.main", "tune"]
 
@@ -56,7 +56,8 @@ def test_tune_measures_each_setting_and_recommends_one(tiny_model: Path, tmp_pat
     assert time.time() - begun < 240
 
 
-def test_a_replay_ends_with_the_first_error_and_a_cut_one_with_what_has_come(worker: Worker) -> None:
+def test_a_replay_ends_with_the_first_error_and_a_cut_one_with_what_has_come(tiny_house: TinyHouse) -> None:
+    worker = tiny_house.one
     good, endless = Order(0.0, list(range(100, 140)), 6), Order(0.0, [100, 101], 4000)
     heard = replay(worker.target, [good, good], b"one").heard
     assert [sum(number for _, number in one.messages) for one in heard] == [6, 6]
@@ -66,8 +67,8 @@ def test_a_replay_ends_with_the_first_error_and_a_cut_one_with_what_has_come(wor
     assert caught.value.reason in {Reason.PROMPT_TOO_LONG, Reason.REQUEST_TOO_LARGE}
     with pytest.raises(PagepoolError, match=r"no token came for 0.001 s, though 1 request waits"):
         replay(worker.target, [endless], b"two", patience_s=0.001)
-    cut = replay(worker.target, [good, endless, Order(60.0, [100], 1)], b"three", 3.0)
+    cut = replay(worker.target, [good, endless, Order(60.0, [100], 1)], b"three", 2.0)
     assert cut.ended_s is not None
     assert len(cut.heard) == 2, "what was not due yet does not count"
     assert not cut.heard[1].finished
-    assert figures(cut.heard, cut.ended_s).seconds == pytest.approx(3.0)
+    assert figures(cut.heard, cut.ended_s).seconds == pytest.approx(2.0)
