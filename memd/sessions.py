@@ -157,7 +157,7 @@ class Sessions:
             news = self._pool.remaps.take_news(lease_id)
             if (session := self._by_lease.get(lease_id)) is not None:
                 for one in news:
-                    session.tell(_remap(one))
+                    session.tell(remap_message(one))
         for lease_id, table_id in self._pool.victims.take_news():
             if (session := self._by_lease.get(lease_id)) is not None:
                 session.tell(AttachResponse(victim=Victim(table_id=table_id)))
@@ -225,7 +225,8 @@ def _lost(lease: LeaseView) -> PagepoolError:
     return PagepoolError(Reason.LEASE_LOST, message, lease_id=lease.lease_id, why=why, heartbeat_timeout_s=lease.ttl_s)
 
 
-def _remap(news: Remap) -> AttachResponse:
+def remap_message(news: Remap) -> AttachResponse:
+    """Tells a worker where a block is now."""
     return AttachResponse(
         remap=RemapMessage(
             sequence=news.sequence,

@@ -163,7 +163,7 @@ def events(session: PoolSession, count: int = 1, within_s: float = 5.0) -> list[
 
 def test_a_session_is_the_pool_that_the_engine_asks_for() -> None:
     asked = {name: member for name, member in vars(KvPool).items() if not name.startswith("_")}
-    assert set(asked) == {"info", "poll", "submit", "wait"}
+    assert set(asked) == {"fenced", "info", "poll", "submit", "wait"}
     for name, member in asked.items():
         offered = vars(PoolSession)[name]
         assert type(offered) is type(member)

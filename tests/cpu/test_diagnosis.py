@@ -434,6 +434,13 @@ def test_what_a_lost_worker_keeps_is_named() -> None:
     assert diagnose(Scene(counters={"lost_leases": 1}).seen()) == [], "nobody waits for it any more"
 
 
+def test_blocks_that_have_moved_are_nobodys_loss() -> None:
+    scene = Scene(counters={"merged_blocks": 8})
+    for _ in range(8):
+        scene.block(BLOCK_STATE_QUARANTINED, scene.block_size, [(9, 0)])
+    assert diagnose(scene.seen()) == []
+
+
 def test_fragmentation_is_what_smaller_blocks_leave_beside_them() -> None:
     scene = Scene()
     for unit in (0, 3, 4, 5):

@@ -23,7 +23,7 @@ KINDS = {
     "▒": ("filling", "yellow", "in use, written to in part"),
     "▫": ("reserved", "yellow", "in use, not written to yet"),
     "░": ("cached", "blue", "sealed, in use by nobody: can be matched, or evicted"),
-    "✗": ("quarantined", "red", "waits for a lost worker's process to end"),
+    "✗": ("quarantined", "red", "waits for a lost worker's process to end, or moved and is read for a step more"),
     FREE: ("free", "dim", "holds nothing"),
 }
 """Glyph: name, style, meaning."""

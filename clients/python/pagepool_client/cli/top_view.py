@@ -116,6 +116,8 @@ def _memory(frame: Frame, kinds: Mapping[str, int]) -> str:
         parts.append(f"leases hold {direct:,}")
     if pinned := frame.seen.pool.usage.pinned_blocks:
         parts.append(f"pinned {pinned:,}")
+    if frame.seen.pool.counters.merged_blocks:
+        parts.append(_pace(frame, "merged_blocks", "merged"))
     return ", ".join([*parts, _pace(frame, "allocated_blocks", "granted")])
 
 

@@ -210,7 +210,8 @@ def idle_tables(case: Case) -> Finding | None:
 
 def lost_workers(case: Case) -> Finding | None:
     """Workers that missed their heartbeats, and what memd cannot give to others until their processes have ended."""
-    waiting, lost = case.seen.pool.usage.quarantined_blocks, case.seen.counted("lost_leases")
+    waiting = max(case.seen.pool.usage.quarantined_blocks - case.seen.moved, 0)
+    lost = case.seen.counted("lost_leases")
     if not (waiting or (lost and case.seen.earlier)):  # one that was lost days ago is nobody's trouble any more
         return None
     detail = f"{count(lost, 'lease')} ended without being released {case.seen.time_that_counts}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pagepool.durations import to_seconds
 from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
-from pagepool.memd.v1.types_pb2 import Block, BlockTable, Pool
+from pagepool.memd.v1.types_pb2 import BLOCK_STATE_QUARANTINED, Block, BlockTable, Pool
 from pagepool_client.diagnosis.words import span
 
 
@@ -64,6 +64,11 @@ class Observation:
         return (
             f"in the last {span(self.watched_s)}" if self.earlier else f"since memd's start {span(self.uptime_s)} ago"
         )
+
+    @property
+    def moved(self) -> int:
+        """Quarantined blocks that wait for no process to end, only for the step of a worker that reads them still."""
+        return sum(block.sealed and block.state == BLOCK_STATE_QUARANTINED for block in self.blocks)
 
     @property
     def waiting(self) -> int:
