@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from inferd.core.beam import BeamSearch, Hypotheses
+from inferd.core.beam_values import Beam
 from inferd.core.history import Extras
 from inferd.core.limits import Limits
 from inferd.core.messages import Adjustments, Sampling, Submit, TokenLogprobs
@@ -228,3 +230,39 @@ def expect_forks(place: Place, *, graphs: bool) -> None:
         wanted = [int(place.logits([*prompt, next_])[-1].argmax()) for next_ in (token, 50, 60)]
         assert after.tokens() == wanted
         assert after.scores() is None
+
+
+def expect_several(place: Place, *, graphs: bool, most: int = 12) -> None:
+    """Samples and beams of one prompt, beside another request: tables fork, share blocks and copy them on write."""
+    first, second, third = random_prompts((22, 35, 9), VOCAB_SIZE)
+    how = Beam(4, 0.6, num_return_sequences=3)
+    with engine(place, 96, Limits(max_batch_tokens=40, max_num_seqs=13), graphs=graphs) as rig:
+        rig.submit(10, first, most, n=5, sampling=Sampling(seed=6, sample_index=2), logprobs=1)
+        rig.submit(20, second, most, n=3, sampling=Sampling(seed=7), adjustments=PENALTIES)
+        rig.submit(30, third, most, beam=how)
+        rig.submit(40, third, most)
+        rig.settle()
+        assert any(step.copies for step in rig.device.launched)
+        for index in range(5):
+            alone = place.continuation(first, most, Sampling(seed=6, sample_index=2 + index))
+            assert rig.generated(10 + index) == alone
+            expect_scored(place, rig.scored(10 + index), first + alone, len(first), 1)
+        for index in range(3):
+            alone = place.continuation(second, most, Sampling(seed=7, sample_index=index), PENALTIES)
+            assert rig.generated(20 + index) == alone
+        assert rig.generated(40) == place.continuation(third, most)
+        (found,) = [message for message in rig.sent if isinstance(message, Hypotheses) and message.request == 30]
+        wanted = searched(place, third, most, how)
+        assert [each.tokens for each in found.items] == [tokens for tokens, _ in wanted]
+        np.testing.assert_allclose([each.score for each in found.items], [score for _, score in wanted], atol=1e-3)
+
+
+def searched(place: Place, prompt: list[int], most: int, how: Beam) -> list[tuple[list[int], float]]:
+    """What a search finds on the model's logits, without any pool: tokens and score, best first."""
+    search = BeamSearch(how, most, {})
+    beams = [prompt]
+    while beams:
+        top = [place.logits(beam)[-1].double().log_softmax(-1).topk(search.num_candidates) for beam in beams]
+        rows = [(each.indices.tolist(), each.values.tolist()) for each in top]
+        beams = [[*beams[each.parent], each.token] for each in search.advance(rows)]
+    return [(each.tokens, each.score) for each in search.best()]

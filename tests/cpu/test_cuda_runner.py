@@ -16,7 +16,15 @@ from pagekernels.cpu import configure
 from pagekernels.layout import pack_entry
 from tests.cpu.host_gpu import host_runner
 from tests.cpu.model_configs import random_model
-from tests.cpu.runner_cases import GREEDY, Place, expect_any_mix, expect_drafts, expect_forks, expect_resumption
+from tests.cpu.runner_cases import (
+    GREEDY,
+    Place,
+    expect_any_mix,
+    expect_drafts,
+    expect_forks,
+    expect_resumption,
+    expect_several,
+)
 
 
 @pytest.fixture
@@ -40,6 +48,10 @@ def test_drafts_are_verified_a_step_ahead_of_others(place: Place) -> None:
 
 def test_requests_that_yield_and_resume_say_what_they_would_have(place: Place) -> None:
     expect_resumption(place, graphs=True, count=5)
+
+
+def test_samples_and_beams_of_one_prompt_are_what_each_is_alone(place: Place) -> None:
+    expect_several(place, graphs=True)
 
 
 def test_forked_tables_write_to_copies_of_their_own(place: Place) -> None:

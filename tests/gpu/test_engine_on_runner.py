@@ -15,7 +15,15 @@ from inferd.sampler import Row
 from pagekernels.cuda.device import CudaDevice
 from pagekernels.layout import pack_entry, slot_mapping
 from tests.cpu.model_configs import random_model
-from tests.cpu.runner_cases import GREEDY, Place, expect_any_mix, expect_drafts, expect_forks, expect_resumption
+from tests.cpu.runner_cases import (
+    GREEDY,
+    Place,
+    expect_any_mix,
+    expect_drafts,
+    expect_forks,
+    expect_resumption,
+    expect_several,
+)
 from tests.gpu.model_rig import CudaRig, num_graphs
 
 MakePlace = Callable[[bool], Place]
@@ -55,6 +63,11 @@ def test_drafts_are_verified_a_step_ahead_of_others(make_place: MakePlace, graph
 @pytest.mark.parametrize("graphs", [False, True])
 def test_requests_that_yield_and_resume_say_what_they_would_have(make_place: MakePlace, graphs: bool) -> None:
     expect_resumption(make_place(False), graphs=graphs)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_samples_and_beams_of_one_prompt_are_what_each_is_alone(make_place: MakePlace, graphs: bool) -> None:
+    expect_several(make_place(False), graphs=graphs)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
