@@ -6,8 +6,6 @@ import pytest
 
 from memd.core.draft import Draft
 from memd.core.operations import Suspend
-from memd.core.table import Table
-from memd.core.victims import Freed, Victims
 from memd.core.waiting import Waiting
 
 
@@ -36,30 +34,6 @@ def grants_what_others_claim(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Waiting, "claimed_before", lambda self, asker: 0)
 
 
-def lets_claims_last_for_ever(patch: pytest.MonkeyPatch) -> None:
-    """Nobody gets what was claimed for a request that is not there any more."""
-    patch.setattr(Waiting, "expire", lambda self, now: None)
-
-
 def tells_nobody_that_there_are_blocks(patch: pytest.MonkeyPatch) -> None:
     """Who was refused never asks again."""
     patch.setattr(Waiting, "_is_news", lambda self, hunger: False)
-
-
-def counts_shared_blocks_as_freed(patch: pytest.MonkeyPatch) -> None:
-    """Too few have to yield, since what others have too counts as theirs alone."""
-
-    def add(self: Freed, table: Table) -> None:
-        self.count += len(table.frames)
-
-    patch.setattr(Freed, "add", add)
-
-
-def names_the_most_urgent(patch: pytest.MonkeyPatch) -> None:
-    """The oldest has to yield first."""
-
-    def candidates(self: Victims) -> list[Table]:
-        return original(self)[::-1]
-
-    original = Victims._candidates
-    patch.setattr(Victims, "_candidates", candidates)

@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from memd.core.operations import ReserveRequest, Suspend
+from memd.core.operations import Fork, ReserveRequest, Suspend
 from memd.core.values import LeaseState, Step, TableRequest
 from tests.cpu.pool_machine import PoolMachine
 
@@ -21,6 +21,27 @@ class WaitingRules(PoolMachine):
         self.send(lease, Step(self.next_step(lease), reserves=[*reserves, ReserveRequest(1, 1, 6)][: 1 + more]))
         if now:
             self.capacity_news()
+
+    @rule(arrivals=st.permutations([1.0, 2.0, 3.0]), by=st.integers(1, 2), fork=st.booleans(), data=st.data())
+    def tables_fill_the_pool(self, arrivals: list[float], by: int, fork: bool, data: st.DataObject) -> None:
+        """Up to three tables of any workers take all that there is; then one of them needs more."""
+        made = []
+        for arrival, share in zip(arrivals, (3, 2, 1), strict=True):
+            lease, table_id = self.worker(data), self.model.next_id
+            blocks = -(-self.model.available // share)
+            creates = [TableRequest((), blocks, arrival=arrival, ref=1)]
+            self.send(lease, Step(self.next_step(lease), creates=creates, reserves=[ReserveRequest(0, 1, 2)]))
+            if table_id in self.own_tables(lease):
+                made.append((lease, table_id))
+        if not made:
+            return
+        lease, table_id = data.draw(st.sampled_from(made))
+        known = self.model.leases[lease]
+        if fork and known.ids:
+            self.send(lease, Step(self.next_step(lease), operations=[Fork(table_id, known.ids[0])]))
+            lease, table_id = data.draw(st.sampled_from(made))
+        self.send(lease, Step(self.next_step(lease), reserves=[ReserveRequest(by, 0, 5, table_id)]))
+        self.capacity_news()
 
     @rule(data=st.data())
     def victims_yield(self, data: st.DataObject) -> None:

@@ -44,6 +44,12 @@ from tests.cpu.pool_bugs_remaps import (
     moves_blocks_of_who_does_not_listen,
     waits_for_one_reader_only,
 )
+from tests.cpu.pool_bugs_waiting import (
+    forgets_the_tokens_to_come,
+    grants_what_others_claim,
+    lets_the_suspended_keep_a_block,
+    tells_nobody_that_there_are_blocks,
+)
 from tests.cpu.pool_model_values import GEOMETRY, SIZE, TIMEOUT
 from tests.cpu.pool_rules_clients import ClientRules
 from tests.cpu.pool_rules_leases import LeaseRules
@@ -55,9 +61,11 @@ from tests.cpu.pool_rules_waiting import WaitingRules
 from tests.cpu.pool_rules_workers import WorkerRules
 
 
-class PoolCommands(
-    LeaseRules, ClientRules, PinRules, WorkerRules, OperationRules, PrefixRules, RemapRules, WaitingRules
-):
+class BasicCommands(LeaseRules, ClientRules, PinRules, WorkerRules, OperationRules, PrefixRules, RemapRules):
+    """Every command of the pool, but nobody is suspended or waits."""
+
+
+class PoolCommands(BasicCommands, WaitingRules):
     """Every command of the pool."""
 
 
@@ -110,6 +118,12 @@ BUGS = [
     pytest.param(waits_for_one_reader_only, marks=SLOW),
     pytest.param(moves_blocks_of_who_does_not_listen, marks=SLOW),
 ]
+WAITING_BUGS = [
+    lets_the_suspended_keep_a_block,
+    pytest.param(forgets_the_tokens_to_come, marks=SLOW),
+    grants_what_others_claim,
+    tells_nobody_that_there_are_blocks,
+]
 
 
 def test_the_hunt_finds_nothing_in_the_pool_as_it_is() -> None:
@@ -118,6 +132,15 @@ def test_the_hunt_finds_nothing_in_the_pool_as_it_is() -> None:
 
 @pytest.mark.parametrize("plant", BUGS)
 def test_random_command_sequences_find_a_planted_bug(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((InvariantError, AssertionError)):
+        run_state_machine_as_test(BasicCommands, settings=HUNT)
+
+
+@pytest.mark.parametrize("plant", WAITING_BUGS)
+def test_random_command_sequences_find_a_bug_where_blocks_are_short(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
