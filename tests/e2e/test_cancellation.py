@@ -68,17 +68,18 @@ class Crowd:
         prompt = [7] * chance.choice([0, 40, 400]) + chance.choices(range(40_000), k=chance.choice([3, 100, 1400]))
         by_deadline = chance.random() < 0.3
         call = stub.Generate(
-            greedy(prompt, 600, ignore_eos=True, priority=chance.choice([0, 0, 5])),
+            greedy(prompt, 2000, ignore_eos=True, priority=chance.choice([0, 0, 5])),
             timeout=self._delay_s() if by_deadline else 60,
         )
-        events, stop_after = [], chance.choice([0, 0, 1, 2, 2, 3, 20])
+        events, come, stop_after = [], 0, chance.choice([0, 0, 1, 2, 2, 3, 50])  # the start, then tokens
         try:
             if not by_deadline and not stop_after:
                 await asyncio.sleep(self._delay_s())
                 call.cancel()
             async for event in call:
                 events.append(event.WhichOneof("event"))
-                if not by_deadline and len(events) == stop_after:
+                come += len(event.tokens.token_ids) if event.HasField("tokens") else 1
+                if not by_deadline and come >= stop_after:
                     call.cancel()
         except grpc.aio.AioRpcError as error:
             self.seen[error.code().name] += 1

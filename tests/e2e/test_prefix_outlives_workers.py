@@ -18,7 +18,7 @@ def cached(run: Continuation) -> int:
 
 def test_a_successor_finds_what_a_killed_and_a_stopped_worker_had_computed(tiny_house: TinyHouse) -> None:
     memd, start = tiny_house.memd, tiny_house.start
-    killed = start("killed", "--no-warmup").ready()
+    killed = start("killed").ready()
     first = ask(killed, PROMPT)
     assert cached(first) == 0
     history = [*PROMPT, *first.token_ids, 77, 78, 79]
@@ -27,13 +27,15 @@ def test_a_successor_finds_what_a_killed_and_a_stopped_worker_had_computed(tiny_
     tables = memd_pb.ListBlockTablesRequest()
     within(10, lambda: any(one.num_tokens > len(OTHER) for one in memd.pool().ListBlockTables(tables).block_tables))
     killed.kill()
-    stopped = start("stopped", "--no-warmup").ready()
+    stopped = start("stopped").ready()
     again = ask(stopped, PROMPT)
-    assert (cached(again), again.token_ids) == (384, first.token_ids), "all but the block with the last token"
+    assert cached(again) >= 384, "all but the block with the last token, which may be reused in part"
+    assert again.token_ids == first.token_ids
     assert cached(ask(stopped, history)) >= (len(PROMPT) + 39) // 16 * 16, "what was answered is found too"
-    assert cached(ask(stopped, OTHER)) == 288, "of a request that its worker's end cut off"
+    assert cached(ask(stopped, OTHER)) >= 288, "of a request that its worker's end cut off"
     answer = ask(stopped, [*OTHER, 5])
     assert stopped.stop() == 0
     third = ask(tiny_house.one, [*OTHER, 5])
-    assert (cached(third), third.token_ids) == (288, answer.token_ids)
+    assert cached(third) >= 288
+    assert third.token_ids == answer.token_ids
     within(10, lambda: memd.usage().held_blocks + memd.usage().quarantined_blocks == 0)

@@ -200,8 +200,8 @@ class TinyHouse:
 @contextlib.contextmanager
 def tiny_household(model: Path) -> Iterator[TinyHouse]:
     """A house of workers in float32, each on one thread."""
-    flags = ("--model", str(model), "--dtype", "float32", "--threads", "1")
-    with household("--pool-bytes", "64MiB", "--heartbeat-timeout", "2s") as (memd, launch_more):
+    flags = ("--model", str(model), "--dtype", "float32", "--threads", "1", "--no-warmup")
+    with household("--pool-bytes", "64MiB") as (memd, launch_more):
 
         def start(name: str, *more: str) -> Worker:
             return launch_more(name, *flags, *more)
