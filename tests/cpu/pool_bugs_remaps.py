@@ -18,16 +18,6 @@ def gives_a_moved_block_away_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PoolState, "start_reading", start)
 
 
-def waits_for_one_reader_only(patch: pytest.MonkeyPatch) -> None:
-    """Whoever acknowledges speaks for all Remaps."""
-
-    def acknowledge(self: Remaps, lease: Lease, sequence: int, now: float) -> None:
-        original(self, lease, lease.last_remap if sequence else 0, now)
-
-    original = Remaps.acknowledge
-    patch.setattr(Remaps, "acknowledge", acknowledge)
-
-
 def moves_blocks_of_who_does_not_listen(patch: pytest.MonkeyPatch) -> None:
     """A worker that knows no Remaps finds its table changed."""
 

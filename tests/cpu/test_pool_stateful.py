@@ -42,7 +42,6 @@ from tests.cpu.pool_bugs_prefixes import (
 from tests.cpu.pool_bugs_remaps import (
     gives_a_moved_block_away_at_once,
     moves_blocks_of_who_does_not_listen,
-    waits_for_one_reader_only,
 )
 from tests.cpu.pool_bugs_waiting import (
     forgets_the_tokens_to_come,
@@ -115,7 +114,6 @@ BUGS = [
     matches_the_last_token,
     gives_away_what_a_lost_worker_can_write,
     gives_a_moved_block_away_at_once,
-    pytest.param(waits_for_one_reader_only, marks=SLOW),
     pytest.param(moves_blocks_of_who_does_not_listen, marks=SLOW),
 ]
 WAITING_BUGS = [
