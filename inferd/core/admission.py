@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Collection
 
 from inferd.core.limits import Limits
 from inferd.core.ports import TableRequest
@@ -27,6 +28,11 @@ class Admission:
         self._asked: dict[int, Sequence] = {}
         self._refused: Sequence | None = None
         self._may_ask = True
+
+    @property
+    def asked(self) -> Collection[Sequence]:
+        """Those whose requests memd has not answered."""
+        return self._asked.values()
 
     @property
     def num_asked(self) -> int:

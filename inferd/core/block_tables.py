@@ -46,6 +46,9 @@ class BlockTables:
     def __getitem__(self, table_id: int) -> BlockTable:
         return self._tables[table_id]
 
+    def __len__(self) -> int:
+        return len(self._tables)
+
     @property
     def block_size(self) -> int:
         """Token positions in a block."""

@@ -88,13 +88,16 @@ class Groups:
         if sequence in self._members:
             self._members.remove(sequence)
 
-    @property
-    def ahead(self) -> Ahead:
-        """A copy of the last block for each fork, and the block after it."""
-        if not self._members:
+    def ahead(self, asked: Iterable[Sequence]) -> Ahead:
+        """A copy of the last block for each fork, and the block after it.
+
+        Also for those whose tables have been `asked` for: what they take is to be there when they run.
+        """
+        members = self._members + [one for one in asked if one.branches or one.search is not None]
+        if not members:
             return NOTHING
         ids = blocks = sequences = 0
-        for sequence in self._members:
+        for sequence in members:
             unborn, search = sequence.num_unborn, sequence.search
             sequences += unborn
             ids += unborn if search is None else search.ids_ahead

@@ -59,7 +59,7 @@ class Reserve:
             # Forked ones may need two soon: a copy of the block they share, and the one after it.
             most = max(len(running), self._need(running, 2 * STEPS_AHEAD)[0]) + more
             self._tables.give_back(max(spare - most - SURPLUS // 2, 0))
-        elif not running and spare:
+        elif not running and not more and spare:
             self._tables.give_back(spare)
         if not running:
             self._available = self._claimed_at = None

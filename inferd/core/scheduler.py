@@ -174,7 +174,7 @@ class Scheduler:
         self._reserve.freed()
 
     def remap(self, news: Remap) -> None:
-        """News from memd: a block is in another place, for steps that are planned from now on."""
+        """News from memd: a block is in another place, for steps to come."""
         self._tables.remap(news)
 
     def victim(self, table_id: int) -> None:
@@ -192,12 +192,11 @@ class Scheduler:
             self.num_preemptions += 1
             self._take_back(sequence)
         self._groups.place(self.running)
-        ahead = self._groups.ahead
-        self._reserve.keep(self.running, now, self._draft_tokens, ahead)
-        num_running = len(self.running) + ahead.sequences
+        num_running = len(self.running) + self._groups.ahead(()).sequences
         room = self._limits.max_num_seqs - num_running - self._queue.num_asked
         for sequence in self._queue.ask(room, now) if self.admitting else ():
             self._tables.create(self._queue.request(sequence, self._block_size, num_running, self._limits))
+        self._reserve.keep(self.running, now, self._draft_tokens, self._groups.ahead(self._queue.asked))
         return self._tables.take_steps()
 
     def plan(self, now: float) -> Plan | None:

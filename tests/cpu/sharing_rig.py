@@ -248,7 +248,13 @@ class Player:
             self.flight.land()
         else:
             tables = [one for one in self.histories if self.random.random() < 0.6]
-            self.flight.launch([(one, list(self.tables[one].entries), [*self.histories[one].chain]) for one in tables])
+            self.flight.launch([(one, list(self.tables[one].entries), self._sealed(one)) for one in tables])
+
+    def _sealed(self, table_id: int) -> list[int]:
+        """The rows of a table's full blocks. What is behind them is replaced by no step but the one that writes to it:
+        an engine forks no table with a step in flight."""
+        chain = self.histories[table_id].chain
+        return chain[: len(chain) // self.size * self.size]
 
     def leave(self) -> None:
         """Release all tables."""
