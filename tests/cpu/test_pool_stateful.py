@@ -49,6 +49,7 @@ from tests.cpu.pool_bugs_waiting import (
     lets_the_suspended_keep_a_block,
     tells_nobody_that_there_are_blocks,
 )
+from tests.cpu.pool_machine import PoolMachine
 from tests.cpu.pool_model_values import GEOMETRY, SIZE, TIMEOUT
 from tests.cpu.pool_rules_clients import ClientRules
 from tests.cpu.pool_rules_leases import LeaseRules
@@ -60,11 +61,33 @@ from tests.cpu.pool_rules_waiting import WaitingRules
 from tests.cpu.pool_rules_workers import WorkerRules
 
 
-class BasicCommands(LeaseRules, ClientRules, PinRules, WorkerRules, OperationRules, PrefixRules, RemapRules):
-    """Every command of the pool, but nobody is suspended or waits."""
+class WorkersCommands(LeaseRules, WorkerRules, OperationRules):
+    """What workers do with tables and with their reserve. A hunt has few commands, so that much of each meets."""
 
 
-class PoolCommands(BasicCommands, WaitingRules):
+class SharedCommands(WorkersCommands, ClientRules):
+    """Beside clients."""
+
+
+class PinCommands(LeaseRules, WorkerRules, PinRules):
+    """Beside pins."""
+
+
+class PrefixCommands(WorkersCommands, PrefixRules):
+    """With copies of what matches in part, and waits for what others compute."""
+
+
+class RemapCommands(WorkersCommands, RemapRules):
+    """While blocks move."""
+
+
+class WaitingCommands(WorkersCommands, WaitingRules):
+    """Where blocks are short."""
+
+
+class PoolCommands(
+    LeaseRules, ClientRules, PinRules, WorkerRules, OperationRules, PrefixRules, RemapRules, WaitingRules
+):
     """Every command of the pool."""
 
 
@@ -85,42 +108,45 @@ def test_500_random_command_sequences_keep_the_invariant_and_agree_with_the_mode
     run_state_machine_as_test(PoolCommands, settings=SUITE)
 
 
-SLOW = pytest.mark.full
-"""Marks the bugs that may take half a minute to find."""
-
-BUGS = [
-    forks_without_counting,
-    truncates_in_place,
-    drops_what_was_never_written,
-    uses_a_reserved_block_twice,
-    lets_a_shared_block_be_written,
-    lets_a_source_go_at_once,
-    keeps_a_source_for_good,
-    copies_from_another_prefix,
-    keeps_the_promises_of_the_dead,
-    waits_for_the_last_token,
-    wakes_nobody_at_the_end,
-    gives_a_lost_reserve_away,
-    believes_the_last_pin_alone,
-    unpins_what_others_keep,
-    keeps_heads_less_than_tails,
-    frees_a_block_twice,
-    frees_a_unit_twice,
-    pytest.param(leaks_a_share, marks=SLOW),
-    forgets_a_share,
-    evicts_the_newest,
-    pytest.param(evicts_what_it_matched, marks=SLOW),
-    releases_heads_first,
-    matches_the_last_token,
-    gives_away_what_a_lost_worker_can_write,
-    gives_a_moved_block_away_at_once,
-    pytest.param(moves_blocks_of_who_does_not_listen, marks=SLOW),
-]
-WAITING_BUGS = [
-    lets_the_suspended_keep_a_block,
-    pytest.param(forgets_the_tokens_to_come, marks=SLOW),
-    grants_what_others_claim,
-    tells_nobody_that_there_are_blocks,
+BUGS: list[tuple[type[PoolMachine], list[Callable[[pytest.MonkeyPatch], None]]]] = [
+    (
+        WorkersCommands,
+        [
+            forks_without_counting,
+            truncates_in_place,
+            drops_what_was_never_written,
+            uses_a_reserved_block_twice,
+            lets_a_shared_block_be_written,
+            gives_a_lost_reserve_away,
+            releases_heads_first,
+            matches_the_last_token,
+            evicts_what_it_matched,
+            gives_away_what_a_lost_worker_can_write,
+        ],
+    ),
+    (SharedCommands, [leaks_a_share, forgets_a_share, frees_a_block_twice, frees_a_unit_twice, evicts_the_newest]),
+    (PinCommands, [believes_the_last_pin_alone, unpins_what_others_keep, keeps_heads_less_than_tails]),
+    (
+        PrefixCommands,
+        [
+            lets_a_source_go_at_once,
+            keeps_a_source_for_good,
+            copies_from_another_prefix,
+            keeps_the_promises_of_the_dead,
+            waits_for_the_last_token,
+            wakes_nobody_at_the_end,
+        ],
+    ),
+    (RemapCommands, [gives_a_moved_block_away_at_once, moves_blocks_of_who_does_not_listen]),
+    (
+        WaitingCommands,
+        [
+            lets_the_suspended_keep_a_block,
+            forgets_the_tokens_to_come,
+            grants_what_others_claim,
+            tells_nobody_that_there_are_blocks,
+        ],
+    ),
 ]
 
 
@@ -128,22 +154,13 @@ def test_the_hunt_finds_nothing_in_the_pool_as_it_is() -> None:
     run_state_machine_as_test(PoolCommands, settings=settings(HUNT, max_examples=20))
 
 
-@pytest.mark.parametrize("plant", BUGS)
+@pytest.mark.parametrize(("commands", "plant"), [(commands, plant) for commands, plants in BUGS for plant in plants])
 def test_random_command_sequences_find_a_planted_bug(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    commands: type[PoolMachine], plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
     with pytest.raises((InvariantError, AssertionError)):
-        run_state_machine_as_test(BasicCommands, settings=HUNT)
-
-
-@pytest.mark.parametrize("plant", WAITING_BUGS)
-def test_random_command_sequences_find_a_bug_where_blocks_are_short(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(monkeypatch)
-    with pytest.raises((InvariantError, AssertionError)):
-        run_state_machine_as_test(PoolCommands, settings=HUNT)
+        run_state_machine_as_test(commands, settings=HUNT)
 
 
 @pytest.mark.parametrize("plant", [leaks_a_share, forgets_a_share, frees_a_block_twice])
