@@ -123,7 +123,7 @@ def test_ctrl_c_frees_the_blocks_of_an_abandoned_answer(up: Up) -> None:
     ):
         assert process.stdout is not None
         assert process.stdout.read(1), process.communicate()
-        assert memd.pool().usage.held_blocks > 70
+        assert memd.pool().usage.held_blocks > 0
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 130
         deadline = time.monotonic() + 10

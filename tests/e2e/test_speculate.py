@@ -35,6 +35,7 @@ def test_the_default_model_says_the_same_with_and_without_guesses(worker: Worker
     assert (plain.finished.usage.draft_tokens, plain.finished.usage.accepted_tokens) == (0, 0)
 
 
+@pytest.mark.full
 def test_guesses_right_save_steps_beside_others_too(worker: Worker) -> None:
     def steps() -> int:
         time.sleep(1.2)  # the engine tells its counters once a second

@@ -19,6 +19,7 @@ from tests.e2e.workers import TinyHouse
 COMMAND = [sys.executable, "-m", "pagepool_client.cli.main", "tune"]
 
 
+@pytest.mark.full
 def test_tune_measures_each_setting_and_recommends_one(tiny_model: Path, tmp_path: Path) -> None:
     workload, plot = tmp_path / "w.jsonl", tmp_path / "plot.svg"
     prompts = [(Piece("system", 20), Piece(f"chat-{number}", 12)) for number in range(6)]
