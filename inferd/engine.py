@@ -14,11 +14,11 @@ from collections.abc import Iterable
 import structlog
 
 from inferd.channel import Message
+from inferd.core.admission import CLAIM_EVERY_S
 from inferd.core.groups import sequences_of
 from inferd.core.limits import Limits
 from inferd.core.messages import Cancel, Shutdown, Submit
 from inferd.core.ports import Capacity, Draining, Grant, Lost, Refusal, Remap, Victim
-from inferd.core.reserve import CLAIM_EVERY_S
 from inferd.core.scheduler import Scheduler
 from inferd.delivery import deliver
 from inferd.engine_state import StateReporter

@@ -13,6 +13,7 @@ from inferd.sampler import Row
 from inferd.surroundings import Model
 from pagekernels.layout import slot_mapping
 from pagepool.errors import PagepoolError, Reason
+from pagepool.limits import MAX_PRIORITY
 
 ANSWER_TIMEOUT_S = 10.0
 SAMPLINGS = (Sampling(temperature=0), Sampling(), Sampling(top_k=2, top_p=0.5, min_p=0.1))
@@ -50,11 +51,12 @@ def warm_up(pool: KvPool, model: Model, limits: Limits, max_context: int) -> Non
 
 def _table(pool: KvPool, num_blocks: int) -> Grant | None:
     """A table that matches nothing; None if memd refuses it."""
-    request = TableRequest(ref=0, token_ids=[0], num_blocks=num_blocks, no_match=True)
+    request = TableRequest(ref=0, token_ids=[0], num_blocks=num_blocks, no_match=True, priority=-MAX_PRIORITY)
     pool.submit(Step(creates=[request]))
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while (left_s := deadline - time.monotonic()) > 0:
-        for event in pool.poll():
+        # What ends the session goes first, lest it is lost behind the answer.
+        for event in sorted(pool.poll(), key=lambda each: isinstance(each, Grant | Refusal)):
             match event:
                 case Grant():
                     return event

@@ -13,13 +13,16 @@ from inferd.core.sequence import Sequence
 PATIENCE = 3
 """Preemptions after which a request asks for all the blocks it will ever need at once."""
 
+CLAIM_EVERY_S = 1.0
+"""How often whoever waits for blocks asks again: memd forgets what it claimed after twice that time."""
+
 
 class Admission:
     """Strictly in order: by priority, then first come, first served.
 
     Several tables may be asked for in one step. Once one is refused, those behind it that are granted are given back,
-    and only the head of the queue asks, each time that blocks have come free. Those that wait for a prefix to be
-    computed, at most for `prefix_wait_s`, hold nobody up: the others go on as if they were not there.
+    and only the head of the queue asks, each time that blocks have come free, and every CLAIM_EVERY_S. Those that wait
+    for a prefix to be computed, at most for `prefix_wait_s`, hold nobody up: for the others they are not there.
     """
 
     def __init__(self, prefix_wait_s: float) -> None:
@@ -27,7 +30,12 @@ class Admission:
         self.waiting: list[Sequence] = []
         self._asked: dict[int, Sequence] = {}
         self._refused: Sequence | None = None
-        self._may_ask = True
+        self._may_ask, self._asked_at = True, float("-inf")
+
+    @property
+    def claims(self) -> bool:
+        """Whether one was refused: its claim has to be repeated every CLAIM_EVERY_S."""
+        return self._refused is not None
 
     @property
     def asked(self) -> Collection[Sequence]:
@@ -68,7 +76,8 @@ class Admission:
         self.waits.pass_to(now)
         asking: list[Sequence] = []
         alone = self._refused is not None
-        if room <= 0 or (alone and (self._asked or not self._may_ask)):
+        may_ask = self._may_ask or now - self._asked_at >= CLAIM_EVERY_S
+        if room <= 0 or (alone and (self._asked or not may_ask)):
             return asking
         for each in self.waiting:
             if each.request in self._asked or self.waits.rests(each.request):
@@ -79,6 +88,7 @@ class Admission:
             asking.append(each)
             if alone:
                 break
+        self._asked_at = now
         self._asked.update((sequence.request, sequence) for sequence in asking)
         return asking
 
@@ -123,6 +133,12 @@ class Admission:
         if self._refused is None or sequence.rank <= self._refused.rank:
             # A refusal further back says nothing about the head: news that came for it meanwhile stands.
             self._refused, self._may_ask = sequence, False
+
+    def rest(self, sequence: Sequence) -> None:
+        """A prefix that it needs is being computed: it holds nobody up, even if it lacked blocks before."""
+        self.waits.refused(sequence.request)
+        if sequence is self._refused:
+            self._refused = None
 
     def freed(self) -> None:
         """Blocks have come free."""

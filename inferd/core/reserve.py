@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
+from inferd.core.admission import CLAIM_EVERY_S
 from inferd.core.block_tables import BlockTables
 from inferd.core.groups import NOTHING, Ahead
 from inferd.core.ports import Refusal
@@ -21,9 +22,6 @@ LOOK_EVERY = 3
 SURPLUS = 8
 """Blocks beyond those needed that are kept, so that sequences that come and go do not move blocks to and fro."""
 
-CLAIM_EVERY_S = 1.0
-"""How often a claim is repeated; memd forgets one after twice that time."""
-
 FIRST_REF = 1 << 63
 """Requests for the reserve are numbered from here on, those for tables below, as the front numbers them."""
 
@@ -40,6 +38,7 @@ class Reserve:
         self._last_ref = FIRST_REF
         self._available: int | None = None  # as of the last refusal, None after a grant
         self._claimed_at: float | None = None
+        self._total = 0  # blocks of the pool, as of the last refusal
         self._seen, self._looks = 0, 0  # how many ran at the last look, and the steps since
 
     @property
@@ -74,10 +73,11 @@ class Reserve:
     def _keep_blocks(self, running: Seq[Sequence], now: float, more: int, num_tables: int) -> None:
         """Ask for what is missing of what is needed soon, and of so many blocks more; and for table ids, if any."""
         self._looks += 1
-        if self._available is None and self._looks < LOOK_EVERY and self._seen == len(running) and not num_tables:
+        spare = self._tables.spare_blocks
+        looked = self._looks < LOOK_EVERY and self._seen == len(running)
+        if spare and self._available is None and looked and not num_tables:
             return
         self._seen, self._looks = len(running), 0
-        spare = self._tables.spare_blocks
         low, needy = self._need(running, STEPS_AHEAD)
         if spare >= low and (self._available is not None or not more):
             self._claimed_at = None
@@ -86,11 +86,13 @@ class Reserve:
         elif self._available is None:
             self._ask(max(self._need(running, 2 * STEPS_AHEAD)[0], len(running)) + more, num_tables)
         elif self._available > 0:
-            self._ask(min(low, spare + self._available), num_tables)
+            # Blocks that came free for an open claim are held back for its table, so they are asked for in its name.
+            for_table_id = needy if self._claimed_at is not None and needy is not None else 0
+            self._ask(min(low, spare + self._available), num_tables, for_table_id)
         elif self._claimed_at is None or now - self._claimed_at >= CLAIM_EVERY_S:
             self._claimed_at = now
             assert needy is not None
-            self._ask(low, num_tables, needy)
+            self._ask(min(low, self._total), num_tables, needy)  # more would be refused without a claim
 
     def granted(self) -> None:
         """Memd has added to the reserve."""
@@ -99,6 +101,7 @@ class Reserve:
     def refused(self, refusal: Refusal) -> None:
         """Memd has not."""
         self._tables.refused(refusal.ref)
+        self._total = refusal.total_blocks
         # What there is may be claimed by others: what was tried once in vain is claimed.
         tried = self._available is not None and self._available > 0
         self._available = 0 if tried else refusal.available_blocks

@@ -55,7 +55,7 @@ class Scheduler:
     @property
     def claims(self) -> bool:
         """Whether blocks are claimed of memd, which has to be repeated every CLAIM_EVERY_S."""
-        return self._reserve.claims
+        return self._reserve.claims or self._queue.claims
 
     @property
     def asks_at(self) -> float | None:
@@ -160,7 +160,7 @@ class Scheduler:
         if (error := why_never(sequence, self._block_size, refusal)) is not None:
             return sequence, error
         if refusal.pending:
-            self._queue.waits.refused(sequence.request)
+            self._queue.rest(sequence)
             return None
         self._queue.refuse(sequence)
         for other in [each for each in self.running if not each.has_begun and each.rank > sequence.rank]:

@@ -7,7 +7,7 @@ leaves what the others said.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from memd.core.cached import Retention
@@ -82,6 +82,15 @@ class PinTree:
         if last is not None:
             del last.pins[key]
             self._touch(last)
+
+    def drop_evicted(self, there: Container[int]) -> None:
+        """End the pins that keep nothing any more: no block of theirs is there, by its id."""
+        for key, last in list(self._last.items()):
+            block: KeptBlock | None = last
+            while block is not None and block.block_id not in there:
+                block = block.before
+            if block is None:
+                self.drop(key)
 
     def settle(self) -> list[tuple[int, Retention | None]]:
         """How the blocks of the prefixes that were added or dropped are kept now, the last blocks first."""

@@ -48,7 +48,12 @@ class PrefixPins:
         if not MIN_TTL_S <= request.ttl_s <= MAX_TTL_S:
             limit = f"from {MIN_TTL_S:g} s to {MAX_TTL_S:g} s"
             raise invalid_field("ttl", f"{request.ttl_s:g} s", limit, "pin again before it ends")
-        key, frames = self._found(store, request.token_ids, request.salt)
+        key, frames = self._find(store, request.token_ids, request.salt)
+        if not frames:
+            raise errors.prefix_not_found(len(request.token_ids), self._state.block_size)
+        if self._tree.get(key) is None and len(self._tree) >= MAX_PINS:
+            self._tree.drop_evicted(store.blocks.frame_of)
+            self._settle(store, now)
         if self._tree.get(key) is None and len(self._tree) >= MAX_PINS:
             raise errors.too_many_pins(len(self._tree), MAX_PINS)
         if request.pinned:
@@ -66,10 +71,12 @@ class PrefixPins:
     def unpin(self, token_ids: Sequence[int], salt: bytes, now: float) -> UnpinnedPrefix:
         """End the pin of these token ids; no error if there is none. Other pins of the same blocks stay."""
         store = self._state.cut_store()
-        key, frames = self._found(store, token_ids, salt)
+        key, frames = self._find(store, token_ids, salt)
         was_kept = self._tree.get(key) is not None
         self._tree.drop(key)
         self._settle(store, now)
+        if not frames:
+            raise errors.prefix_not_found(len(token_ids), self._state.block_size)
         return UnpinnedPrefix(len(frames) * self._state.block_size, len(frames), was_kept)
 
     def tick(self, now: float) -> None:
@@ -90,14 +97,12 @@ class PrefixPins:
             ids = self._state.store.blocks.ids
             self._tree.check((ids[frame], kept) for frame, kept in self._state.store.cached.kept.items())
 
-    def _found(self, store: BlockStore, token_ids: Sequence[int], salt: bytes) -> tuple[bytes, list[int]]:
-        """The key of a pin, and the frames of what there is of its prefix."""
+    def _find(self, store: BlockStore, token_ids: Sequence[int], salt: bytes) -> tuple[bytes, list[int]]:
+        """The key of a pin, and the frames of what there is of its prefix; none if there is nothing."""
         # What no pool of this size can hold is not looked at. One token more, so that the last block is found too.
         size = self._state.block_size
         packed = pack_checked(token_ids[: min(store.num_blocks, len(token_ids) // size) * size], salt)
         frames = store.index.match(packed + bytes(TOKEN_BYTES), salt)
-        if not frames:
-            raise errors.prefix_not_found(len(token_ids), size)
         return sha256(len(salt).to_bytes(1, "big") + salt + packed).digest(), frames
 
     def _settle(self, store: BlockStore, now: float) -> None:

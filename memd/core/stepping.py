@@ -192,10 +192,11 @@ class Stepper:
         """(frame, index in the table) of the blocks that it has sealed and that the index has an equal one of."""
         store, size, frames = self._state.cut_store(), self._state.block_size, table.frames
         table.touched, twins = now, []
-        while packed:
+        start = 0
+        while start < len(packed):
             index, filled = divmod(table.num_tokens, size)
-            room = (size - filled) * TOKEN_BYTES
-            piece, packed = packed[:room], packed[room:]
+            piece = packed[start : start + (size - filled) * TOKEN_BYTES]
+            start += len(piece)
             table.num_tokens += len(piece) // TOKEN_BYTES
             if store.blocks.write(frames[index], piece, now):
                 if store.seal(frames[index], frames[index - 1] if index else None, table.salt):

@@ -157,7 +157,8 @@ def test_many_pins_of_one_head_end_together_in_the_time_of_their_blocks() -> Non
         assert [retention for _, retention in tree.settle()] == [None] * (400 + count)
         return time.process_time() - begin
 
-    assert seconds(4000) < 40 * max(seconds(400), 1e-4), "not that of their blocks times their number"
+    most = min(seconds(4000) for _ in range(3))  # one of them may meet a collection of garbage
+    assert most < 40 * max(seconds(400), 1e-4), "not that of their blocks times their number"
     assert len(tree) == 0
     tree.check([])
     with pytest.raises(InvariantError, match="block 5 is kept"):
