@@ -210,11 +210,7 @@ class Pool:
         """Apply a batch and renew the lease. After a PROTOCOL_VIOLATION call `fail_lease`; nothing was applied."""
         lease = self._workers.find(lease_id, now)
         lease.renew(now)
-        outcome = self._stepper.apply(lease, step, now)
-        if lease.replaying:  # whoever had to yield was named before its worker knew the table
-            granted = (lease.tables.get(one.table_id) for one in outcome.grants)
-            self.victims.tell_again(filter(None, granted))
-        return self._changed(outcome)
+        return self._changed(self._stepper.apply(lease, step, now))
 
     def stream_broken(self, lease_id: int) -> None:
         """The worker's stream ended without Detach: DETACHED until its deadline, then LOST. Ignored if it has ended."""

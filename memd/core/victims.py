@@ -57,10 +57,10 @@ class Victims:
         self._untold: list[Table] = []
 
     def for_growth(self, asker: Asker, missing: int, now: float) -> None:
-        """A table lacks so many blocks: less urgent ones yield, as many as are needed; if none gives any, it does."""
+        """A table lacks so many blocks: less urgent ones yield, as many as are needed; if there are none, it does."""
         candidates = [table for table in self._candidates() if rank_of(table) > asker.rank]
         named, enough = self._choose(candidates, missing, now)
-        if not named and not enough:  # nor if all that they have is what others have too
+        if not candidates and not enough:
             named = [self._state.tables[asker.table_id]]
         self._name(named, now)
 

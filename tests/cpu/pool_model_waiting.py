@@ -82,7 +82,7 @@ class Waiting:
         self.claim(who, count, now + max(CLAIM_S, min(2 * (now - lease.stepped), lease.ttl)))
         candidates = [one for one in self.candidates() if self.rank(one) > who.rank]
         chosen = self.choose(candidates, missing, now)
-        if not chosen and self.freed(self.yielding(now) | set(candidates)) < missing:
+        if not candidates and self.freed(self.yielding(now)) < missing:
             chosen = [who.table]
         self.name(chosen, now)
 
