@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+from memd.core.accounts import Usage
 from memd.core.geometry import Geometry
 from memd.core.operations import (
     CopyOnWrite,
@@ -30,7 +31,6 @@ from memd.core.values import (
     StepOutcome,
     TableRequest,
     TableView,
-    Usage,
 )
 from pagekernels.layout import Format, LayerShape
 from pagepool.durations import to_duration, to_seconds, to_timestamp
@@ -121,14 +121,15 @@ def usage_message(usage: Usage) -> types_pb2.PoolUsage:
         cached_blocks=usage.cached,
         quarantined_blocks=usage.quarantined,
         pinned_blocks=usage.pinned,
+        reserve_blocks=usage.reserve,
     )
 
 
 def block_message(view: BlockView) -> types_pb2.Block:
     """One block. Only the device tier exists so far."""
     holders = [
-        types_pb2.BlockHolder(lease_id=holder.lease_id, table_id=holder.table_id, ref_count=holder.ref_count)
-        for holder in view.holders
+        types_pb2.BlockHolder(lease_id=one.lease_id, table_id=one.table_id, ref_count=one.ref_count, worker=one.worker)
+        for one in view.holders
     ]
     return types_pb2.Block(
         block_id=view.block_id,

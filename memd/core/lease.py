@@ -73,6 +73,11 @@ class Lease:
         """Whether it lives by an Attach stream."""
         return bool(self.lock_file)
 
+    @property
+    def num_reserved(self) -> int:
+        """Blocks that a worker has in reserve."""
+        return len(self.references) if self.is_worker else 0
+
     def is_late(self, now: float) -> bool:
         """Whether its deadline has passed and nobody has drawn the consequence yet."""
         return now >= self.due and self.state is not LeaseState.LOST

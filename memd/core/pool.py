@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from memd.core import check, errors, views
+from memd.core.accounts import Counters, Usage
 from memd.core.admission import Admission
 from memd.core.clients import ClientLeases
 from memd.core.geometry import Geometry, require_device, require_equal
@@ -19,14 +20,12 @@ from memd.core.values import (
     BlockRun,
     BlockState,
     BlockView,
-    Counters,
     LeaseState,
     LeaseView,
     Step,
     StepOutcome,
     TableRequest,
     TableView,
-    Usage,
 )
 from memd.core.victims import Victims
 from memd.core.waiting import Waiting

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memd.core import errors
+from memd.core.accounts import Counters
 from memd.core.allocator import NOWHERE
 from memd.core.block import TOKEN_BYTES
 from memd.core.geometry import Geometry, cut
@@ -15,7 +16,7 @@ from memd.core.lease import Lease
 from memd.core.promises import Promises
 from memd.core.store import BlockStore
 from memd.core.table import Table
-from memd.core.values import Counters, LeaseState, TableRequest
+from memd.core.values import LeaseState, TableRequest
 from pagekernels.layout import PagedLayout
 from pagepool.errors import invalid_field
 from pagepool.limits import check_salt

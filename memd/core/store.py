@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from memd.core.accounts import Counters
 from memd.core.allocator import Allocator, Links
 from memd.core.block import FEW_HOLDERS, Blocks
 from memd.core.cached import CachedFrames, Retention
 from memd.core.errors import InvariantError
 from memd.core.prefix import PrefixIndex
-from memd.core.values import BlockRun, Counters
+from memd.core.values import BlockRun
 from pagekernels.layout import PagedLayout, pack_entry
 
 

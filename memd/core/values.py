@@ -183,11 +183,12 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One holder of references to a block; `table_id` is 0 if the lease holds the block directly."""
+    """One holder of references to a block: a table, or with `table_id` 0 a lease. `worker`: the lease is a worker's."""
 
     lease_id: int
     table_id: int
     ref_count: int
+    worker: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,39 +262,3 @@ class Attached:
 
     lease: LeaseView
     reclaimed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Blocks by what they are doing; the classes add up to `total`, all 0 before the pool is cut.
-
-    `pinned` counts those of the cached ones that cannot be evicted now.
-    """
-
-    total: int
-    free: int
-    held: int
-    cached: int
-    quarantined: int
-    pinned: int = 0
-
-    @property
-    def available(self) -> int:
-        """Blocks that can be granted, if nobody claims them: free ones, and cached ones that are not pinned."""
-        return self.free + self.cached - self.pinned
-
-
-@dataclass(slots=True)
-class Counters:
-    """What has happened since the pool began."""
-
-    allocated_blocks: int = 0
-    freed_blocks: int = 0
-    evicted_blocks: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    refused_requests: int = 0
-    attach_steps: int = 0
-    lost_leases: int = 0
-    merged_blocks: int = 0
-    remaps: int = 0

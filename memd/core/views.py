@@ -8,11 +8,12 @@ from heapq import nsmallest
 from itertools import islice
 
 from memd.core import errors
+from memd.core.accounts import Usage
 from memd.core.block import TOKEN_BYTES
 from memd.core.state import PoolState
 from memd.core.store import BlockStore
 from memd.core.table import Table
-from memd.core.values import BlockState, BlockView, Holder, LeaseState, LeaseView, TableView, Usage
+from memd.core.values import BlockState, BlockView, Holder, LeaseState, LeaseView, TableView
 
 MAX_LISTED_HOLDERS = 64
 """Holders told of a block in a list of blocks: those of a prompt that thousands share would make a long list each."""
@@ -29,7 +30,8 @@ def usage(state: PoolState) -> Usage:
         writable.update(table.frames[table.num_tokens // state.block_size :])
     quarantined = len(writable) + sum(map(state.is_retired, state.readers))
     held, pinned = total - free - cached - quarantined, state.store.cached.num_pinned
-    return Usage(total, free, held, cached, quarantined, pinned)
+    reserve = sum(lease.num_reserved for lease in state.leases.values() if lease.state is not LeaseState.LOST)
+    return Usage(total, free, held, cached, quarantined, pinned, reserve)
 
 
 def lease(state: PoolState, lease_id: int) -> LeaseView:
@@ -116,7 +118,7 @@ def _block_view(
     blocks = store.blocks
     references, kept = blocks.references(frame), store.cached.kept.get(frame)
     listed = islice(references.items(), max_holders)
-    holders = [Holder(*lease_and_table(state, holder), count) for holder, count in listed]
+    holders = [_holder(state, holder, count) for holder, count in listed]
     return BlockView(
         block_id=blocks.ids[frame],
         state=block_state(state, store, frame),
@@ -134,6 +136,11 @@ def _block_view(
         kept_s=max(kept.until - now, 0.0) if kept else 0.0,
         more_holders=len(references) - len(holders),
     )
+
+
+def _holder(state: PoolState, holder: int, ref_count: int) -> Holder:
+    lease_id, table_id = lease_and_table(state, holder)
+    return Holder(lease_id, table_id, ref_count, state.leases[lease_id].is_worker)
 
 
 def lease_and_table(state: PoolState, holder: int) -> tuple[int, int]:

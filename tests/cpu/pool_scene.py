@@ -21,6 +21,12 @@ from pagepool_client.diagnosis.observation import Observation, WorkerReport
 
 EPOCH, NOW_S = 7, 100_000.0
 KIB = 1 << 10
+WORKER = 50
+"""The lease of worker "w"; all others are clients'."""
+
+
+def holder_of(lease: int, table: int) -> BlockHolder:
+    return BlockHolder(lease_id=lease, table_id=table, ref_count=1, worker=lease == WORKER)
 
 
 @dataclass
@@ -45,25 +51,31 @@ class Scene:
             entry=pack_entry(Format.BF16, 0, 2 * place),
             num_tokens=num_tokens,
             sealed=num_tokens == self.block_size,
-            holders=[BlockHolder(lease_id=lease, table_id=table, ref_count=1) for lease, table in holders],
+            holders=[holder_of(*holder) for holder in holders],
             ref_count=len(holders),
         )
         made.idle_time.FromMilliseconds(int(idle_s * 1000))
         self.blocks.append(made)
         return made
 
-    def table(self, tokens: int, blocks: int = 0, shared: Sequence[Block] = (), idle_s: float = 0.0) -> BlockTable:
-        """A table of worker "w" with so many tokens, in `shared` full blocks and blocks of its own, `blocks` in all."""
-        table = BlockTable(table_id=len(self.tables) + 1, lease_id=50, holder="w", num_tokens=tokens)
+    def table(
+        self, tokens: int, blocks: int = 0, shared: Sequence[Block] = (), idle_s: float = 0.0, lease: int = WORKER
+    ) -> BlockTable:
+        """A table with so many tokens, in `shared` full blocks and blocks of its own, `blocks` in all.
+
+        It is worker "w"'s, or a client's if another lease is given.
+        """
+        table = BlockTable(table_id=len(self.tables) + 1, lease_id=lease, num_tokens=tokens)
+        table.holder = "w" if lease == WORKER else "client"
         table.idle_time.FromMilliseconds(int(idle_s * 1000))
         for one in shared:
-            one.holders.append(BlockHolder(lease_id=50, table_id=table.table_id, ref_count=1))
+            one.holders.append(holder_of(lease, table.table_id))
         left = tokens - len(shared) * self.block_size
         count = max(blocks - len(shared), -(-left // self.block_size))
         own = []
         for _ in range(count):
             stored = min(max(left, 0), self.block_size)
-            own.append(self.block(BLOCK_STATE_HELD, stored, [(50, table.table_id)]))
+            own.append(self.block(BLOCK_STATE_HELD, stored, [(lease, table.table_id)]))
             left -= stored
         table.block_ids.extend(one.block_id for one in (*shared, *own))
         self.tables.append(table)
@@ -71,13 +83,19 @@ class Scene:
 
     def suspended(self, tokens: int, idle_s: float = 0.0) -> None:
         """A table of worker "w" that waits without blocks."""
-        table = BlockTable(table_id=len(self.tables) + 1, lease_id=50, holder="w", num_tokens=tokens, suspended=True)
+        table = BlockTable(
+            table_id=len(self.tables) + 1, lease_id=WORKER, holder="w", num_tokens=tokens, suspended=True
+        )
         table.idle_time.FromMilliseconds(int(idle_s * 1000))
         self.tables.append(table)
 
     def of_lease(self, lease: int, count: int, num_tokens: int = 0, idle_s: float = 0.0) -> None:
         for _ in range(count):
             self.block(BLOCK_STATE_HELD, num_tokens, [(lease, 0)], idle_s)
+
+    def reserve(self, count: int) -> None:
+        """Blocks that worker "w" has in reserve."""
+        self.of_lease(WORKER, count)
 
     def cached(self, count: int, *, pinned: bool = False, idle_s: float = 0.0) -> None:
         for _ in range(count):
@@ -96,6 +114,8 @@ class Scene:
         pool.usage.total_blocks, pool.usage.held_blocks = self.total, states.count(BLOCK_STATE_HELD)
         pool.usage.cached_blocks = states.count(BLOCK_STATE_CACHED)
         pool.usage.pinned_blocks = sum(one.pinned and one.state == BLOCK_STATE_CACHED for one in self.blocks)
+        in_reserve = [holder_of(WORKER, 0)]
+        pool.usage.reserve_blocks = sum(list(one.holders) == in_reserve for one in self.blocks)
         pool.usage.quarantined_blocks = states.count(BLOCK_STATE_QUARANTINED)
         pool.usage.free_blocks = self.total - len(states)
         for name, count in self.counters.items():

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from memd.core.accounts import Usage
 from memd.core.errors import InvariantError
 from memd.core.geometry import Geometry
 from memd.core.pool import Pool
-from memd.core.values import BlockState, Commit, ExtendRequest, Holder, RefusalReason, Step, TableRequest, Usage
+from memd.core.values import BlockState, Commit, ExtendRequest, Holder, RefusalReason, Step, TableRequest
 from pagekernels.layout import Format, LayerShape, pack_entry
 from pagepool.errors import PagepoolError, Reason
 

@@ -210,6 +210,23 @@ def test_pinned_blocks_are_shown_and_leave_no_room() -> None:
     assert "room for 1 more of 10 blocks each" in drawn(Timeline().frame(scene.seen()))[5], "15 can be granted"
 
 
+def test_what_workers_have_in_reserve_is_told_from_what_clients_hold() -> None:
+    scene = Scene()
+    scene.table(160)
+    scene.reserve(5)
+    assert "saves 0, in reserve 5, 0 granted" in drawn(Timeline().frame(scene.seen()))[3]
+    scene.of_lease(7, 3)
+    assert "in reserve 5, leases hold 3" in drawn(Timeline().frame(scene.seen()))[3]
+
+
+def test_suspended_tables_do_not_make_the_others_look_small() -> None:
+    scene = Scene()
+    scene.table(160)
+    scene.suspended(160)
+    scene.worker(waiting=1, running=1)
+    assert "room for 9 more of 10 blocks each" in drawn(Timeline().frame(scene.seen()))[5]
+
+
 def test_a_worker_of_another_pool_is_marked() -> None:
     scene = Scene()
     scene.worker(waiting=0, running=0, epoch=0)

@@ -112,9 +112,13 @@ def _memory(frame: Frame, kinds: Mapping[str, int]) -> str:
     written = (use.distinct - use.reserved) * size_now
     used = f"slots {share(use.tokens, written)} used" if written else "nothing written"
     parts = [used, f"sharing saves {use.saved:,}"]
-    if direct := max(sum(kinds[name] for name in ("shared", "held", "filling", "reserved")) - use.distinct, 0):
+    usage = frame.seen.pool.usage
+    if usage.reserve_blocks:
+        parts.append(f"in reserve {usage.reserve_blocks:,}")
+    beside_tables = sum(kinds[name] for name in ("shared", "held", "filling", "reserved")) - use.distinct
+    if direct := max(beside_tables - usage.reserve_blocks, 0):
         parts.append(f"leases hold {direct:,}")
-    if pinned := frame.seen.pool.usage.pinned_blocks:
+    if pinned := usage.pinned_blocks:
         parts.append(f"pinned {pinned:,}")
     if frame.seen.pool.counters.merged_blocks:
         parts.append(_pace(frame, "merged_blocks", "merged"))
@@ -131,7 +135,7 @@ def _prefixes(frame: Frame) -> str:
 
 
 def _queue(frame: Frame) -> str:
-    seen, tables = frame.seen, frame.seen.tables
+    seen, tables = frame.seen, frame.seen.tables_with_blocks
     refused = _pace(frame, "refused_requests", "refused")
     if not any(worker.model for worker in seen.workers):
         return f"no worker to ask; {refused}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pagepool_client.diagnosis import memory, queueing, reuse, yielding
+from pagepool_client.diagnosis import ahead, memory, queueing, reuse, yielding
 from pagepool_client.diagnosis.figures import measure
 from pagepool_client.diagnosis.findings import Case, Finding, Severity
 from pagepool_client.diagnosis.observation import Observation
@@ -17,7 +17,7 @@ RULES: Sequence[Callable[[Case], Finding | None]] = (
     memory.idle_tables,
     memory.lost_workers,
     memory.waste_inside_blocks,
-    memory.reserved_ahead,
+    ahead.reserved_ahead,
     queueing.queue_before_a_pool_with_room,
     reuse.low_hit_rate,
 )

@@ -14,7 +14,7 @@ from pagepool_client.diagnosis.observation import Observation
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What holds blocks: a block table, or a lease directly (`table_id` 0).
+    """What holds blocks: a block table, or a lease directly (`table_id` 0), which at a `worker` is its reserve.
 
     `own_blocks` are those that nothing else holds: what comes back when it lets go. `idle_s` is the time since the
     table, or the most recent of the lease's blocks, was touched. `name` may be empty for a lease without a table.
@@ -27,6 +27,7 @@ class Holder:
     own_blocks: int
     tokens: int
     idle_s: float
+    worker: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,10 @@ class Figures:
     """Slots without a token in held blocks that are written to in part: waste inside blocks."""
     reserved_blocks: int
     """Blocks of tables that hold no token yet."""
+    reserve_blocks: int
+    """Blocks that workers have in reserve, in no table yet."""
     direct_blocks: int
-    """Held blocks that only leases hold, and no table."""
+    """Held blocks that only clients' leases hold, and no table."""
     saved_blocks: int
     """Blocks that tables would need in addition if none were shared between them."""
     stray_units: int
@@ -72,12 +75,17 @@ def measure(observation: Observation) -> Figures:
         tokens=sum(block.num_tokens for block in held),
         tail_slots=sum(size - block.num_tokens for block in held if block.num_tokens),
         reserved_blocks=sum(not block.num_tokens for block, refs in pairs if refs),
-        direct_blocks=sum(not refs for refs in in_tables),
+        reserve_blocks=sum(not refs and _is_workers(block) and not block.sealed for block, refs in pairs),
+        direct_blocks=sum(not refs and not _is_workers(block) for block, refs in pairs),
         saved_blocks=sum(sum(refs) + block.more_holders - 1 for block, refs in pairs if refs),
         stray_units=stray_units(observation.blocks, Format(observation.pool.geometry.format)),
         mean_table_blocks=sum(len(table.block_ids) for table in tables) / len(tables) if tables else 0.0,
         holders=holders(held, tables),
     )
+
+
+def _is_workers(block: Block) -> bool:
+    return all(holder.worker for holder in block.holders)
 
 
 def available_blocks(usage: PoolUsage) -> int:
@@ -104,10 +112,13 @@ def holders(held: Iterable[Block], tables: Sequence[BlockTable]) -> list[Holder]
     by_id = {table.table_id: table for table in tables}
     names = {table.lease_id: table.holder for table in tables}
     blocks, own, idle = Counter[tuple[int, int]](), Counter[tuple[int, int]](), dict[tuple[int, int], float]()
+    workers = set[int]()
     for block in held:
         for holder in block.holders:
             key = holder.lease_id, holder.table_id
             blocks[key] += 1
+            if holder.worker:
+                workers.add(holder.lease_id)
             own[key] += len(block.holders) == 1  # and no others, since many are listed
             idle[key] = min(idle.get(key, float("inf")), to_seconds(block.idle_time))
     found = []
@@ -115,5 +126,6 @@ def holders(held: Iterable[Block], tables: Sequence[BlockTable]) -> list[Holder]
         table = by_id.get(key[1], BlockTable())
         idle_s = to_seconds(table.idle_time) if table.table_id else idle[key]
         has = len(table.block_ids) or count  # of a block that very many hold, not all are listed
-        found.append(Holder(*key, names.get(key[0], ""), has, own[key], table.num_tokens, idle_s))
+        of_worker = key[0] in workers
+        found.append(Holder(*key, names.get(key[0], ""), has, own[key], table.num_tokens, idle_s, of_worker))
     return sorted(found, key=lambda holder: (-holder.own_blocks, -holder.blocks, holder.table_id, holder.lease_id))

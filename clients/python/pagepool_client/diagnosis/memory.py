@@ -110,38 +110,15 @@ def waste_inside_blocks(case: Case) -> Finding | None:
     )
 
 
-def reserved_ahead(case: Case) -> Finding | None:
-    """Blocks that tables hold for tokens still to come."""
-    reserved, held = case.figures.reserved_blocks, case.seen.pool.usage.held_blocks
-    if not reserved or 4 * reserved < (held if case.pressed else case.total):
-        return None
-    size_now, tables = case.seen.pool.block_size, case.seen.tables_with_blocks
-    ahead = [len(table.block_ids) - -(-table.num_tokens // size_now) for table in tables]
-    owners = sum(blocks > 0 for blocks in ahead) or 1
-    less = max(1, reserved // owners // 2) * size_now
-    detail = (
-        f"{reserved:,} of {count(held, 'held block')} ({share(reserved, held)}) hold no token yet: "
-        f"{count(owners, 'table')} took {reserved / owners:.3g} blocks each for tokens that may still come."
-    )
-    effect = (
-        f"frees half of it, {count(less // size_now, 'block')} a request: each reserves for its prompt and max_tokens"
-    )
-    return Finding(
-        "reserved_ahead",
-        case.severity,
-        "Blocks are reserved for tokens that may never come",
-        detail,
-        {"reserved_blocks": reserved, "held_blocks": held, "tables": owners},
-        [Remedy("request", "max_tokens", f"{less} less", effect)],
-    )
-
-
 def held_by_leases(case: Case) -> Finding | None:
-    """Blocks that clients hold by AllocateBlocks or ShareBlocks: no table can have them, and nothing evicts them."""
+    """Blocks that clients hold by AllocateBlocks or ShareBlocks: no table can have them, and nothing evicts them.
+
+    What workers have in reserve is none of it: they need it within a few steps, and give back what they do not need.
+    """
     direct = case.figures.direct_blocks
     if not direct or (10 if case.pressed else 2) * direct < case.total:
         return None
-    leases = [holder for holder in case.figures.holders if not holder.table_id]
+    leases = [holder for holder in case.figures.holders if not (holder.table_id or holder.worker)]
     largest = leases[0]
     detail = (
         f"{direct:,} of {count(case.total, 'block')} ({share(direct, case.total)}) are held by "
@@ -196,14 +173,17 @@ def idle_tables(case: Case) -> Finding | None:
         f"({share(blocks, case.total)} of the pool) {'was' if len(idle) == 1 else 'were'} not touched for "
         f"{span(IDLE_S)} or more, one for {span(longest)}: their requests hang, or their client forgot them."
     )
-    effect = f"gives {count(first.own_blocks, 'block')} back; at a worker, cancelling its request does that"
+    what = ("ReleaseBlockTable", f"table_id {first.table_id}")
+    if first.worker:
+        what = ("cancel", f"the call whose table {first.table_id} is, at {first.name}")
+    effect = f"gives {count(first.own_blocks, 'block')} back"
     return Finding(
         "idle_tables",
         case.severity,
         "Tables that nobody uses hold blocks",
         detail,
         {"tables": len(idle), "own_blocks": blocks, "longest_idle_seconds": longest},
-        [Remedy("client", "ReleaseBlockTable", f"table_id {first.table_id}", effect)],
+        [Remedy("client", *what, effect)],
         [f"held by {_holder(holder)}" for holder in idle[:SHOWN_HOLDERS]],
     )
 
@@ -233,6 +213,8 @@ def lost_workers(case: Case) -> Finding | None:
 
 def _holder(holder: Holder) -> str:
     what = f"table {holder.table_id}" if holder.table_id else f"lease {holder.lease_id}"
+    if holder.worker and not holder.table_id:
+        what = f"the reserve of {what}"
     of = f" of {holder.name}" if holder.name else ""
     stored = f", {count(holder.tokens, 'token')}" if holder.table_id else ""
     blocks = f"{count(holder.blocks, 'block')}, {holder.own_blocks:,} of its own"

@@ -30,7 +30,10 @@ def queue_before_a_pool_with_room(case: Case) -> Finding | None:
         "mean_table_blocks": mean,
         "fitting_requests": fitting,
     }
-    effect = "more requests at once, if this is above the limit in force; --max-batch-tokens has to be as large"
+    effect = (
+        f"instead of the {busiest.running_requests:,} that run at once now, with --max-batch-tokens as large; tables "
+        "grow with their tokens, so if some have to yield then, it is too many"
+    )
     another = "one more worker on the same pool, which shares its blocks with this one"
     remedies = [
         Remedy("inferd", "--max-num-seqs", f"{limit}", effect),

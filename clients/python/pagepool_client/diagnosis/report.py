@@ -73,11 +73,11 @@ def _slots(seen: Observation, figures: Figures) -> str:
     if not held:
         return "no block is held"
     slots = held * size_now
-    reserved = figures.reserved_blocks * size_now
+    reserved, ahead = figures.reserved_blocks * size_now, figures.reserve_blocks * size_now
     return (
         f"{figures.tokens:,} tokens in {slots:,} slots of held blocks ({share(figures.tokens, slots)}); empty: "
-        f"{figures.tail_slots:,} in blocks written in part, {reserved:,} reserved by tables, "
-        f"{slots - figures.tokens - figures.tail_slots - reserved:,} of leases"
+        f"{figures.tail_slots:,} in blocks written in part, {reserved:,} in tables ahead of their tokens, "
+        f"{ahead:,} in workers' reserves, {slots - figures.tokens - figures.tail_slots - reserved - ahead:,} of leases"
     )
 
 

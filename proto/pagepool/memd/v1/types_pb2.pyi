@@ -90,20 +90,22 @@ class Geometry(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[_Union[LayerGeometry, _Mapping]]] = ..., format: _Optional[_Union[Format, str]] = ..., key_means: _Optional[bool] = ..., layout_version: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., model_name: _Optional[str] = ...) -> None: ...
 
 class PoolUsage(_message.Message):
-    __slots__ = ("total_blocks", "free_blocks", "held_blocks", "cached_blocks", "quarantined_blocks", "pinned_blocks")
+    __slots__ = ("total_blocks", "free_blocks", "held_blocks", "cached_blocks", "quarantined_blocks", "pinned_blocks", "reserve_blocks")
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     total_blocks: int
     free_blocks: int
     held_blocks: int
     cached_blocks: int
     quarantined_blocks: int
     pinned_blocks: int
-    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ...) -> None: ...
+    reserve_blocks: int
+    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., reserve_blocks: _Optional[int] = ...) -> None: ...
 
 class PoolCounters(_message.Message):
     __slots__ = ("allocated_blocks", "freed_blocks", "evicted_blocks", "prefix_query_tokens", "prefix_hit_tokens", "refused_requests", "attach_steps", "lost_leases", "merged_blocks", "remaps")
@@ -170,14 +172,16 @@ class Pool(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., block_size: _Optional[int] = ..., geometry: _Optional[_Union[Geometry, _Mapping]] = ..., unit_bytes: _Optional[int] = ..., block_bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., device: _Optional[str] = ..., usage: _Optional[_Union[PoolUsage, _Mapping]] = ..., counters: _Optional[_Union[PoolCounters, _Mapping]] = ..., num_leases: _Optional[int] = ..., num_block_tables: _Optional[int] = ..., start_time: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., cuda_device: _Optional[_Union[CudaDevice, _Mapping]] = ...) -> None: ...
 
 class BlockHolder(_message.Message):
-    __slots__ = ("lease_id", "table_id", "ref_count")
+    __slots__ = ("lease_id", "table_id", "ref_count", "worker")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     REF_COUNT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     table_id: int
     ref_count: int
-    def __init__(self, lease_id: _Optional[int] = ..., table_id: _Optional[int] = ..., ref_count: _Optional[int] = ...) -> None: ...
+    worker: bool
+    def __init__(self, lease_id: _Optional[int] = ..., table_id: _Optional[int] = ..., ref_count: _Optional[int] = ..., worker: _Optional[bool] = ...) -> None: ...
 
 class Block(_message.Message):
     __slots__ = ("block_id", "state", "ref_count", "format", "tier", "entry", "sealed", "exact", "num_tokens", "digest", "holders", "idle_time", "priority", "pinned", "kept_for", "more_holders")
