@@ -137,7 +137,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The answer to a step: creates, then extends, then reserves, each kind in the order of the request."""
+    """The answer to a step, in the order that it was served in: what tables cannot go on without first."""
 
     step_id: int
     grants: Sequence[Grant] = ()

@@ -175,7 +175,8 @@ class PoolServiceServicer:
     def ListBlocks(self, request, context):
         """Lists blocks by rising id, a page at a time. A page is a snapshot; blocks that come or go between pages may be
         missed, none is listed twice. Idempotent; changes nothing.
-        INVALID_ARGUMENT / INVALID_FIELD: negative page_size, or a page_token that this call did not return.
+        INVALID_ARGUMENT / INVALID_FIELD: negative page_size, a state that is none, or a page_token that this call did not
+        return for the same state.
         FAILED_PRECONDITION / EPOCH_MISMATCH: the page_token is of another memd life; list from the start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -185,6 +186,7 @@ class PoolServiceServicer:
     def GetBlock(self, request, context):
         """Describes one block. Idempotent; changes nothing.
         NOT_FOUND / BLOCK_NOT_FOUND: no such block now; it was freed or evicted, or never existed.
+        FAILED_PRECONDITION / EPOCH_MISMATCH: `epoch` is given, and of another memd life; the id is void.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -202,6 +204,7 @@ class PoolServiceServicer:
     def GetBlockTable(self, request, context):
         """Describes one block table with its committed token ids, which only the Unix socket shows. Idempotent.
         NOT_FOUND / TABLE_NOT_FOUND: no such table now; it was released.
+        FAILED_PRECONDITION / EPOCH_MISMATCH: `epoch` is given, and of another memd life; the id is void.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -259,6 +262,7 @@ class PoolServiceServicer:
         """Drops one reference of the lease for each listed id (an id may be listed as often as it is held). All or nothing.
         Idempotent with request_id.
         NOT_FOUND / LEASE_NOT_FOUND: the lease ended, and with it its references.
+        FAILED_PRECONDITION / LEASE_IS_WORKERS: a worker gives blocks of its reserve back on its stream.
         NOT_FOUND / BLOCK_NOT_FOUND: freed or evicted already, or never existed; nothing was freed by this call.
         FAILED_PRECONDITION / BLOCK_NOT_HELD: this lease does not hold it (so often); nothing was freed by this call.
         """
@@ -270,6 +274,7 @@ class PoolServiceServicer:
         """Adds one reference of the lease to each listed block, so that it outlives its other holders. All or nothing.
         Idempotent with request_id.
         NOT_FOUND / LEASE_NOT_FOUND: create a lease first.
+        FAILED_PRECONDITION / LEASE_IS_WORKERS: a worker shares blocks by tables, on its stream.
         NOT_FOUND / BLOCK_NOT_FOUND: freed or evicted already, or never existed.
         FAILED_PRECONDITION / BLOCK_NOT_SEALED: only its own lease can share a block that may still be written.
         """
@@ -313,6 +318,7 @@ class PoolServiceServicer:
     def ExtendBlockTable(self, request, context):
         """Adds blocks to the end of a table of the lease. All or nothing. Idempotent with request_id.
         NOT_FOUND / LEASE_NOT_FOUND, TABLE_NOT_FOUND: it ended or was released.
+        FAILED_PRECONDITION / LEASE_IS_WORKERS: a worker asks on its stream.
         FAILED_PRECONDITION / TABLE_NOT_HELD: it is another lease's table.
         RESOURCE_EXHAUSTED / POOL_EXHAUSTED: too few free and cached blocks; nothing was taken; retry after RetryInfo.
         INVALID_ARGUMENT / REQUEST_TOO_LARGE: the table would have more blocks than the whole pool.
@@ -352,6 +358,7 @@ class PoolServiceServicer:
         """Releases a table of the lease: its sealed blocks stay cached unless somebody else holds them, the rest is free.
         Idempotent with request_id.
         NOT_FOUND / LEASE_NOT_FOUND, TABLE_NOT_FOUND: it ended or was released already.
+        FAILED_PRECONDITION / LEASE_IS_WORKERS: a worker releases on its stream; cancel its request there.
         FAILED_PRECONDITION / TABLE_NOT_HELD: it is another lease's table.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

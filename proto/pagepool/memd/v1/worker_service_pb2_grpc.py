@@ -58,7 +58,7 @@ class WorkerServiceServicer:
         Detach ends the lease in order. The stream is never ended by age.
         INVALID_ARGUMENT / MALFORMED_REQUEST: the bytes do not parse; mend the client.
         INVALID_ARGUMENT / INVALID_FIELD: the geometry is not possible with memd's block size or pool size, the lock
-        file is not a locked file in memd's directory; mend the worker.
+        file is not a locked file in memd's directory, worker_name is over 128 bytes; mend the worker.
         FAILED_PRECONDITION / DEVICE_MISMATCH: geometry.layout_version is the one of another kind of memory than the
         pool's; start the worker and memd on the same device (--device).
         FAILED_PRECONDITION / GEOMETRY_MISMATCH: the pool belongs to another geometry or other weights, named with both
@@ -68,8 +68,9 @@ class WorkerServiceServicer:
         attach anew.
         FAILED_PRECONDITION / PROTOCOL_VIOLATION: a step, commit or operation that cannot be (unknown table, tokens beyond
         the table's blocks or into a block that another table has too, a block or table id that is not in the reserve, a
-        suspended table in use or resumed twice, step ids not rising, a Remap acknowledged that never was); nothing of
-        that step was applied, and the lease is lost; mend the worker.
+        suspended table in use or resumed twice, step ids not rising, a Remap acknowledged that never was, a field of it
+        outside its limits), or a message out of its place; nothing of that step was applied, and the lease is lost; mend
+        the worker.
         PERMISSION_DENIED / READ_ONLY_LISTENER: it came over TCP; use the Unix socket.
         UNAVAILABLE / DRAINING: memd is stopping; drop the mapping, attach again after RetryInfo.
         """
