@@ -26,6 +26,7 @@ from inferd.failures import draining, failed, pool_lost
 from inferd.flight import Flight
 from inferd.open_requests import OpenRequests
 from inferd.pool_news import hear
+from inferd.prefix_log import PrefixWaitLog
 from inferd.surroundings import Attachment, Model, Surroundings
 from inferd.tally import Tally
 from pagepool.errors import Code, PagepoolError, Reason
@@ -57,6 +58,7 @@ class Engine:
         self._tally = Tally()
         self._requests = OpenRequests(self._scheduler, self._tally, surroundings.send, surroundings.clock)
         self._reporter = StateReporter(surroundings.send)
+        self._wait_log = PrefixWaitLog()
 
     def run(self) -> None:
         """Serve until Shutdown, or until the front is gone."""
@@ -259,4 +261,5 @@ class Engine:
 
     def _note(self) -> None:
         self._tally.note(self._scheduler, self._attachment.unary_calls() if self._attachment else None)
-        self._reporter.note(len(self._scheduler.waiting), len(self._scheduler.running), self._tally.counters)
+        self._reporter.note(self._scheduler, self._tally.counters)
+        self._wait_log.note(self._scheduler.prefix_waits, self._around.clock())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from inferd.core.messages import Counters, EngineState
 from inferd.core.ports import PoolInfo
+from inferd.core.scheduler import Scheduler
 
 INTERVAL_S = 1.0
 
@@ -29,10 +30,15 @@ class StateReporter:
         )
         self._send(now)
 
-    def note(self, waiting: int, running: int, counters: Counters) -> None:
+    def note(self, scheduler: Scheduler, counters: Counters) -> None:
         """How things stand, to be sent in due time."""
-        if (waiting, running, counters) != (self.state.waiting, self.state.running, self.state.counters):
-            self.state = replace(self.state, waiting=waiting, running=running, counters=counters)
+        was = self.state.waiting, self.state.awaiting_prefix, self.state.running
+        load = len(scheduler.waiting), scheduler.prefix_waits.num_resting, len(scheduler.running)
+        if (load, counters) != (was, self.state.counters):
+            waiting, resting, running = load
+            self.state = replace(
+                self.state, waiting=waiting, awaiting_prefix=resting, running=running, counters=counters
+            )
             self.changed = True
 
     def send_if_due(self, now: float) -> float | None:

@@ -137,6 +137,7 @@ class GenerationService:
             running_requests=state.running,
             counters=_counters(state.counters),
             unsupported_fields=card.unsupported_fields,
+            prefix_waiting_requests=state.awaiting_prefix,
         )
 
     def _ready(self) -> tuple[ModelCard, Tokenizer]:
@@ -194,4 +195,6 @@ def _counters(counters: Counters) -> pb.EngineCounters:
         preemptions=counters.preemptions,
         recomputed_tokens=counters.recomputed_tokens,
         starved_steps=counters.starved_steps,
+        prefix_waits=counters.prefix_waits,
+        prefix_waits_overdue=counters.prefix_waits_overdue,
     )

@@ -48,4 +48,6 @@ class Tally:
             memd_unary_calls=counters.memd_unary_calls if unary_calls is None else unary_calls,
             preemptions=scheduler.num_preemptions,
             starved_steps=scheduler.num_starved_steps,
+            prefix_waits=scheduler.prefix_waits.num_waited,
+            prefix_waits_overdue=scheduler.prefix_waits.num_overdue,
         )

@@ -246,6 +246,8 @@ class Counters:
     tokens were handed over. forward_s is what the model's forward had of it, without sampling. preemptions counts how
     often a request gave its blocks up for a more urgent one, recomputed_tokens those whose KV was computed again after
     it, and starved_steps the steps that a sequence had no part in because memd had not granted its next block yet.
+    prefix_waits counts the requests that waited for a prefix which another one was computing, prefix_waits_overdue
+    those of them that waited for as long as they may.
     """
 
     steps: int = 0
@@ -259,13 +261,16 @@ class Counters:
     preemptions: int = 0
     recomputed_tokens: int = 0
     starved_steps: int = 0
+    prefix_waits: int = 0
+    prefix_waits_overdue: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
     """How the engine is; sent at each change of phase, and at most once a second while it works.
 
-    phase is "loading", "attaching" (waits for memd), "warming_up", "serving" or "stopped"; detail is for people.
+    phase is "loading", "attaching" (waits for memd), "warming_up", "serving" or "stopped"; detail is for people. Of the
+    requests that are waiting, awaiting_prefix wait for a prefix that another one is computing.
     """
 
     phase: str
@@ -276,3 +281,4 @@ class EngineState:
     waiting: int = 0
     running: int = 0
     counters: Counters = dataclasses.field(default_factory=Counters)
+    awaiting_prefix: int = 0

@@ -7,19 +7,27 @@ class PrefixWaits:
     """For each request: whether it rests until memd has news, and until when it may wait in all.
 
     The bound counts from the first refusal. Who has waited so long is asked for without leave to wait, and computes the
-    prefix too.
+    prefix too. `num_waited` counts the requests that have waited since the start, `num_overdue` those of them that have
+    waited so long.
     """
 
     def __init__(self, bound_s: float) -> None:
         self._bound_s, self._now = bound_s, 0.0
         self._until: dict[int, float] = {}
         self._resting: dict[int, None] = {}
+        self.num_waited = self.num_overdue = 0
+
+    @property
+    def num_resting(self) -> int:
+        """Requests that wait for a prefix now."""
+        return len(self._resting)
 
     def pass_to(self, now: float) -> None:
         """It is later: those that have waited long enough rest no more."""
         self._now = now
         for request in [each for each in self._resting if self._until[each] <= now]:
             del self._resting[request]
+            self.num_overdue += 1
 
     def may_wait(self, request: int) -> bool:
         """Whether memd may refuse it for the sake of a prefix."""
@@ -31,6 +39,7 @@ class PrefixWaits:
 
     def refused(self, request: int) -> None:
         """Memd wants it to wait: it rests."""
+        self.num_waited += request not in self._until
         self._until.setdefault(request, self._now + self._bound_s)
         self._resting[request] = None
 

@@ -38,6 +38,7 @@ class Scheduler:
         self._limits = limits
         self._block_size = self._total_blocks = 0
         self._queue = Admission(limits.prefix_wait_s)
+        self.prefix_waits = self._queue.waits
         self._tables = BlockTables(1)  # of no pool yet: attach makes those of the pool
         self._reserve = Reserve(self._tables, 1)
         self._groups = Groups(self._tables)

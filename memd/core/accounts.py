@@ -41,3 +41,4 @@ class Counters:
     lost_leases: int = 0
     merged_blocks: int = 0
     remaps: int = 0
+    prefix_pending_requests: int = 0

@@ -52,6 +52,7 @@ class Admission:
         headroom = request.headroom if request.headroom and self._state.is_in_use() else 0
         plan = self._state.plan(request, packed, self._waiting.claimed_before(asker) + headroom)
         if request.wait_for_prefix and self._awaits(lease, request, plan, now):
+            self._state.counters.prefix_pending_requests += 1
             available = len(plan.matched) + max(plan.spare, 0)
             return Refusal(request.ref, RefusalReason.PREFIX_PENDING, available, store.num_blocks)
         if request.num_blocks > store.num_blocks:

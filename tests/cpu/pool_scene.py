@@ -101,8 +101,10 @@ class Scene:
         for _ in range(count):
             self.block(BLOCK_STATE_CACHED, self.block_size, idle_s=idle_s).pinned = pinned
 
-    def worker(self, waiting: int, running: int, epoch: int = EPOCH) -> None:
-        model = GetModelResponse(pool_epoch=epoch, waiting_requests=waiting, running_requests=running)
+    def worker(self, waiting: int, running: int, epoch: int = EPOCH, for_prefix: int = 0) -> None:
+        """`waiting` for blocks or for the worker, and so many more for a prefix."""
+        model = GetModelResponse(pool_epoch=epoch, waiting_requests=waiting + for_prefix, running_requests=running)
+        model.prefix_waiting_requests = for_prefix
         self.workers.append(WorkerReport("unix:/w.sock", model))
 
     def seen(self, **changes: Any) -> Observation:

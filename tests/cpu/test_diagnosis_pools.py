@@ -19,6 +19,7 @@ from pagepool_client.diagnosis.diagnose import diagnose
 from pagepool_client.diagnosis.figures import measure
 from pagepool_client.diagnosis.findings import Finding
 from pagepool_client.diagnosis.observation import Observation, WorkerReport
+from pagepool_client.diagnosis.report import facts
 from tests.cpu.core_worker import GEOMETRY, Worker, grows
 
 TOTAL, START_S = 100, 1000.0
@@ -237,6 +238,20 @@ def test_more_requests_at_once_help_a_queue_before_a_pool_with_room() -> None:
 
     assert codes(served(4)) == ["workers_are_full"]
     assert codes(served(int(advice(served(4), "workers_are_full", "--max-num-seqs")))) == []
+
+
+def test_requests_that_wait_for_a_prefix_want_neither_blocks_nor_a_larger_worker() -> None:
+    def served(total: int, for_prefix: int) -> list[str]:
+        worker = Worker(pool_of(total))
+        worker.table(tokens(0, 8 * 30), 30)
+        of = seen(worker.pool, waiting=3, running=1)
+        assert of.workers[0].model is not None
+        of.workers[0].model.prefix_waiting_requests = for_prefix
+        assert f"1 running and {3 - for_prefix} waiting" in dict(facts(of, measure(of)))["queue"]
+        return codes(of)
+
+    assert (served(100, 0), served(100, 3), served(100, 2)) == (["workers_are_full"], [], ["workers_are_full"])
+    assert (served(40, 0), served(40, 3)) == (["out_of_blocks"], [])
 
 
 def prompts_served(pool: Pool, prompts: Sequence[Sequence[int]]) -> None:

@@ -50,7 +50,14 @@ from pagepool.token_ids import pack
 
 CONTEXT = 120_000
 SERVING = EngineState(
-    "serving", pool_epoch=7, block_size=16, num_blocks=99, running=2, waiting=1, counters=Counters(steps=5)
+    "serving",
+    pool_epoch=7,
+    block_size=16,
+    num_blocks=99,
+    running=2,
+    waiting=1,
+    counters=Counters(steps=5, prefix_waits=4, prefix_waits_overdue=3),
+    awaiting_prefix=1,
 )
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -718,6 +725,8 @@ async def test_get_model_describes_model_and_worker(tmp_path: Path, folder: Path
         assert (model.model_digest, model.has_chat_template) == (b"\x01" * 32, True)
         assert (model.block_size, model.pool_epoch) == (16, 7)
         assert (model.running_requests, model.waiting_requests, model.counters.steps) == (2, 1, 5)
+        waits = model.prefix_waiting_requests, model.counters.prefix_waits, model.counters.prefix_waits_overdue
+        assert waits == (1, 4, 3)
 
 
 async def test_tokenize_and_detokenize_are_inverse_and_name_what_is_unknown(

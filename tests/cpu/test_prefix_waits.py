@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from structlog.testing import capture_logs
 
 from inferd.core.limits import Limits
-from inferd.core.messages import Cancel, Sampling
+from inferd.core.messages import Cancel, EngineState, Sampling
 from inferd.core.prefix_waits import PrefixWaits
+from inferd.prefix_log import PrefixWaitLog
 from memd.core.pool import Pool
 from tests.cpu.engine_rig import Rig
 from tests.cpu.memory_pool import TokenModel, continuation, make_pool
@@ -19,6 +21,13 @@ SHARED = [(7 * at) % 200 for at in range(200)]
 def computed(*rigs: Rig) -> int:
     """Tokens of prompts that were computed in all: each sequence's first step samples nothing but its last chunk's."""
     return sum(len(step.token_ids) for rig in rigs for step in rig.model.steps)
+
+
+def state(rig: Rig) -> EngineState:
+    """As of the last one that was sent, a second from now at the latest."""
+    rig.now += 1.0
+    rig.turn(1)
+    return next(message for message in reversed(rig.sent) if isinstance(message, EngineState))
 
 
 def two_workers(pool: Pool, prefix_wait_s: float = 10.0) -> tuple[Rig, Rig]:
@@ -50,6 +59,8 @@ def test_whoever_waits_holds_nobody_up_and_nothing() -> None:
     rig.submit(3, [5, 6, 7], 4)
     rig.turn(3)
     assert [sequence.request for sequence in rig.engine._scheduler.running] == [1, 3]
+    now = state(rig)
+    assert (now.waiting, now.awaiting_prefix, now.running, now.counters.prefix_waits) == (1, 1, 2, 1)
     assert rig.session.pool.num_tables == 2
     rig.settle()
     assert rig.finished(2).used.cached_tokens == 200
@@ -102,8 +113,15 @@ def test_a_request_waits_no_longer_than_its_bound_in_all() -> None:
     second.now += 2.5
     second.settle()
     assert second.end(2) is None
-    second.now += 0.5
-    second.settle()
+    with capture_logs() as logs:
+        second.now += 0.5
+        second.settle()
+    assert [(line["log_level"], line["requests"]) for line in logs if "--prefix-wait" in line["event"]] == [
+        ("warning", 1)
+    ]
+    counters = state(second).counters
+    assert (counters.prefix_waits, counters.prefix_waits_overdue, state(second).awaiting_prefix) == (1, 1, 0)
+    assert state(first).counters.prefix_waits == 0
     assert second.finished(2).used.cached_tokens < 200
     assert second.generated(2) == continuation([*SHARED, 2], 2, GREEDY)
 
@@ -139,6 +157,21 @@ def test_those_that_wait_while_the_pool_is_lost_are_told_so() -> None:
     rig.session.lose()
     rig.turn(2)
     assert "memd is gone" in rig.failed(2).message
+
+
+def test_the_log_tells_of_a_burst_of_waits_once() -> None:
+    waits, told = PrefixWaits(3.0), PrefixWaitLog()
+    with capture_logs() as logs:
+        told.note(waits, 0.0)
+        for request in range(5):
+            waits.refused(request)
+        told.note(waits, 0.1)
+        waits.refused(5)
+        waits.refused(0)  # once more
+        told.note(waits, 0.2)
+        told.note(waits, 1.1)
+        told.note(waits, 9.9)
+    assert [(line["more"], line["waiting"]) for line in logs] == [(5, 5), (1, 6)]
 
 
 def test_the_bound_counts_from_the_first_refusal() -> None:

@@ -78,7 +78,8 @@ def test_so_it_does_on_the_same_worker_and_in_the_same_step(first: Worker) -> No
     request = TableRequest(LONG, len(LONG) // B, wait_for_prefix=True)
     outcome = first.pool.step(first.lease, Step(1, creates=[request, request, request]), 0.0)
     assert (len(outcome.grants), [one.reason for one in outcome.refusals]) == (1, [RefusalReason.PREFIX_PENDING] * 2)
-    assert first.pool.counters.refused_requests == 0
+    counters = first.pool.counters
+    assert (counters.refused_requests, counters.prefix_pending_requests) == (0, 2)
 
 
 def test_who_does_not_want_to_wait_computes_too(first: Worker, second: Worker) -> None:

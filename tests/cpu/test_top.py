@@ -227,6 +227,14 @@ def test_suspended_tables_do_not_make_the_others_look_small() -> None:
     assert "room for 9 more of 10 blocks each" in drawn(Timeline().frame(scene.seen()))[5]
 
 
+def test_requests_that_wait_for_a_prefix_are_told_from_the_others() -> None:
+    scene = Scene(counters={"prefix_pending_requests": 40})
+    scene.worker(waiting=1, running=2, for_prefix=3)
+    lines = drawn(Timeline().frame(scene.seen()))
+    assert "queue    2 running, 4 waiting (3 for a prefix), 0 refused" in lines
+    assert lines[4].endswith("0 evicted, 40 waits")
+
+
 def test_a_worker_of_another_pool_is_marked() -> None:
     scene = Scene()
     scene.worker(waiting=0, running=0, epoch=0)

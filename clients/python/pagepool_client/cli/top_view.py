@@ -131,7 +131,8 @@ def _prefixes(frame: Frame) -> str:
     ever = f"{share(found, asked)} of {asked:,} prompt tokens found" if asked else "no prompt looked up"
     lately = frame.counted["prefix_query_tokens"] if frame.elapsed_s else 0
     now = f" ({share(frame.counted['prefix_hit_tokens'], lately)} just now)" if lately else ""
-    return f"{ever}{now}, {_pace(frame, 'evicted_blocks', 'evicted')}"
+    words = f"{ever}{now}, {_pace(frame, 'evicted_blocks', 'evicted')}"
+    return f"{words}, {_pace(frame, 'prefix_pending_requests', 'waits')}" if counters.prefix_pending_requests else words
 
 
 def _queue(frame: Frame) -> str:
@@ -139,7 +140,8 @@ def _queue(frame: Frame) -> str:
     refused = _pace(frame, "refused_requests", "refused")
     if not any(worker.model for worker in seen.workers):
         return f"no worker to ask; {refused}"
-    words = f"{seen.running:,} running, {seen.waiting:,} waiting, {refused}"
+    prefix = f" ({seen.awaiting_prefix:,} for a prefix)" if seen.awaiting_prefix else ""
+    words = f"{seen.running:,} running, {seen.waiting + seen.awaiting_prefix:,} waiting{prefix}, {refused}"
     if mean := sum(len(table.block_ids) for table in tables) / len(tables) if tables else 0.0:
         words += f"; room for {int(available_blocks(seen.pool.usage) / mean):,} more of {mean:.3g} blocks each"
     return words

@@ -72,8 +72,13 @@ class Observation:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait, at all workers that answered."""
-        return sum(worker.model.waiting_requests for worker in self.workers if worker.model)
+        """Requests that wait for blocks, or for their worker, at all workers that answered."""
+        return sum(worker.model.waiting_requests for worker in self.workers if worker.model) - self.awaiting_prefix
+
+    @property
+    def awaiting_prefix(self) -> int:
+        """Requests that wait for a prefix that another one is computing: that is no want of blocks."""
+        return sum(worker.model.prefix_waiting_requests for worker in self.workers if worker.model)
 
     @property
     def running(self) -> int:

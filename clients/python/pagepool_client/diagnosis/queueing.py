@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool_client.diagnosis.findings import Case, Finding, Remedy, Severity
 from pagepool_client.diagnosis.observation import Observation, WorkerReport
 from pagepool_client.diagnosis.words import count, size
@@ -12,11 +13,11 @@ from pagepool_client.diagnosis.words import count, size
 def queue_before_a_pool_with_room(case: Case) -> Finding | None:
     """Requests wait although the pool has blocks for them: the workers take no more at once."""
     available, mean = case.figures.available, case.figures.mean_table_blocks
-    busiest = max((one.model for one in case.seen.workers if one.model), key=lambda m: m.waiting_requests, default=None)
-    if case.pressed or busiest is None or not (busiest.waiting_requests and busiest.running_requests and mean):
+    busiest = max((one.model for one in case.seen.workers if one.model), key=_queued, default=None)
+    if case.pressed or busiest is None or not (_queued(busiest) and busiest.running_requests and mean):
         return None
     fitting = int(available / mean)
-    more = min(busiest.waiting_requests, fitting)
+    more = min(_queued(busiest), fitting)
     limit = 1 << (busiest.running_requests + more - 1).bit_length()
     detail = (
         f"{count(case.seen.waiting, 'request waits', 'requests wait')} and {case.seen.running:,} run, though "
@@ -41,6 +42,10 @@ def queue_before_a_pool_with_room(case: Case) -> Finding | None:
     ]
     title = "Requests wait for workers, not for blocks"
     return Finding("workers_are_full", Severity.PROBLEM, title, detail, numbers, remedies)
+
+
+def _queued(model: GetModelResponse) -> int:
+    return model.waiting_requests - model.prefix_waiting_requests
 
 
 def workers_in_trouble(seen: Observation) -> Iterator[Finding]:

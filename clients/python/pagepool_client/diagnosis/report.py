@@ -42,6 +42,7 @@ def as_json(seen: Observation, figures: Figures | None, findings: Sequence[Findi
                 "target": worker.target,
                 "trouble": worker.trouble,
                 "waiting_requests": worker.model.waiting_requests if worker.model else None,
+                "prefix_waiting_requests": worker.model.prefix_waiting_requests if worker.model else None,
                 "running_requests": worker.model.running_requests if worker.model else None,
             }
             for worker in seen.workers
@@ -107,4 +108,5 @@ def _queue(seen: Observation) -> str:
     refused = f"{count(seen.counted('refused_requests'), 'request')} for blocks refused {seen.time_that_counts}"
     if not answered:
         return f"no worker was found to ask; {refused}"
-    return f"{seen.running:,} running and {seen.waiting:,} waiting at {count(answered, 'worker')}; {refused}"
+    prefix = f", {seen.awaiting_prefix:,} more for a prefix that is being computed," if seen.awaiting_prefix else ""
+    return f"{seen.running:,} running and {seen.waiting:,} waiting{prefix} at {count(answered, 'worker')}; {refused}"

@@ -288,7 +288,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("model", "architecture", "max_context_tokens", "vocab_size", "dtype", "eos_token_ids", "has_chat_template", "model_digest", "block_size", "pool_epoch", "waiting_requests", "running_requests", "counters", "unsupported_fields")
+    __slots__ = ("model", "architecture", "max_context_tokens", "vocab_size", "dtype", "eos_token_ids", "has_chat_template", "model_digest", "block_size", "pool_epoch", "waiting_requests", "running_requests", "counters", "unsupported_fields", "prefix_waiting_requests")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +303,7 @@ class GetModelResponse(_message.Message):
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     UNSUPPORTED_FIELDS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     architecture: str
     max_context_tokens: int
@@ -317,10 +318,11 @@ class GetModelResponse(_message.Message):
     running_requests: int
     counters: EngineCounters
     unsupported_fields: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., model_digest: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pool_epoch: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., counters: _Optional[_Union[EngineCounters, _Mapping]] = ..., unsupported_fields: _Optional[_Iterable[str]] = ...) -> None: ...
+    prefix_waiting_requests: int
+    def __init__(self, model: _Optional[str] = ..., architecture: _Optional[str] = ..., max_context_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., dtype: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., model_digest: _Optional[bytes] = ..., block_size: _Optional[int] = ..., pool_epoch: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., running_requests: _Optional[int] = ..., counters: _Optional[_Union[EngineCounters, _Mapping]] = ..., unsupported_fields: _Optional[_Iterable[str]] = ..., prefix_waiting_requests: _Optional[int] = ...) -> None: ...
 
 class EngineCounters(_message.Message):
-    __slots__ = ("steps", "prefill_tokens", "generated_tokens", "cached_tokens", "forward_time", "step_time", "memd_unary_calls", "memd_steps", "preemptions", "recomputed_tokens", "starved_steps")
+    __slots__ = ("steps", "prefill_tokens", "generated_tokens", "cached_tokens", "forward_time", "step_time", "memd_unary_calls", "memd_steps", "preemptions", "recomputed_tokens", "starved_steps", "prefix_waits", "prefix_waits_overdue")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +334,8 @@ class EngineCounters(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STARVED_STEPS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_WAITS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_WAITS_OVERDUE_FIELD_NUMBER: _ClassVar[int]
     steps: int
     prefill_tokens: int
     generated_tokens: int
@@ -343,4 +347,6 @@ class EngineCounters(_message.Message):
     preemptions: int
     recomputed_tokens: int
     starved_steps: int
-    def __init__(self, steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., forward_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memd_unary_calls: _Optional[int] = ..., memd_steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., starved_steps: _Optional[int] = ...) -> None: ...
+    prefix_waits: int
+    prefix_waits_overdue: int
+    def __init__(self, steps: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., forward_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., step_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., memd_unary_calls: _Optional[int] = ..., memd_steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., starved_steps: _Optional[int] = ..., prefix_waits: _Optional[int] = ..., prefix_waits_overdue: _Optional[int] = ...) -> None: ...

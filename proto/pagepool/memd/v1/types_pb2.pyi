@@ -108,7 +108,7 @@ class PoolUsage(_message.Message):
     def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., reserve_blocks: _Optional[int] = ...) -> None: ...
 
 class PoolCounters(_message.Message):
-    __slots__ = ("allocated_blocks", "freed_blocks", "evicted_blocks", "prefix_query_tokens", "prefix_hit_tokens", "refused_requests", "attach_steps", "lost_leases", "merged_blocks", "remaps")
+    __slots__ = ("allocated_blocks", "freed_blocks", "evicted_blocks", "prefix_query_tokens", "prefix_hit_tokens", "refused_requests", "attach_steps", "lost_leases", "merged_blocks", "remaps", "prefix_pending_requests")
     ALLOCATED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class PoolCounters(_message.Message):
     LOST_LEASES_FIELD_NUMBER: _ClassVar[int]
     MERGED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REMAPS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_PENDING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     allocated_blocks: int
     freed_blocks: int
     evicted_blocks: int
@@ -129,7 +130,8 @@ class PoolCounters(_message.Message):
     lost_leases: int
     merged_blocks: int
     remaps: int
-    def __init__(self, allocated_blocks: _Optional[int] = ..., freed_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., refused_requests: _Optional[int] = ..., attach_steps: _Optional[int] = ..., lost_leases: _Optional[int] = ..., merged_blocks: _Optional[int] = ..., remaps: _Optional[int] = ...) -> None: ...
+    prefix_pending_requests: int
+    def __init__(self, allocated_blocks: _Optional[int] = ..., freed_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., refused_requests: _Optional[int] = ..., attach_steps: _Optional[int] = ..., lost_leases: _Optional[int] = ..., merged_blocks: _Optional[int] = ..., remaps: _Optional[int] = ..., prefix_pending_requests: _Optional[int] = ...) -> None: ...
 
 class CudaDevice(_message.Message):
     __slots__ = ("uuid", "name", "memd_pid")
