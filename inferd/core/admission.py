@@ -64,7 +64,7 @@ class Admission:
         if sequence is self._refused:
             self._refused = None
 
-    def drop_suspended(self) -> list[Sequence]:
+    def take_suspended(self) -> list[Sequence]:
         """Those whose tables are suspended wait no more; they are returned."""
         suspended = [sequence for sequence in self.waiting if sequence.suspended_id]
         for sequence in suspended:

@@ -77,7 +77,7 @@ class Scheduler:
         for sequence in [each for each in self.running if each.started_at is None]:
             sequence.send_back()
             self._queue.add(sequence)
-        over = [each for one in lost + self._queue.drop_suspended() for each in (one, *one.branches)]
+        over = [each for one in lost + self._queue.take_suspended() for each in (one, *one.branches)]
         for sequence in over:
             sequence.finish()
         self.running, self._yielding, self._tables = [], [], BlockTables(1)

@@ -1,9 +1,11 @@
-"""A worker of memd's core, whose every step is followed by check(), and what it asks for."""
+"""Workers of memd's core, whose every step is followed by check(), and what they ask for; two of them over one pool."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 from memd.core.geometry import Geometry
 from memd.core.operations import ReserveRequest, Suspend
@@ -13,6 +15,9 @@ from pagekernels.layout import Format, LayerShape
 
 B = 8
 """Tokens in a block."""
+
+TOTAL = 12
+"""Blocks of the pool that `one` and `two` share."""
 
 GEOMETRY = Geometry((LayerShape(1, 8, 8),), Format.BF16, False, 1, b"w" * 32, "model")
 
@@ -65,3 +70,18 @@ def named(pool: Pool) -> set[int]:
     news = pool.victims.take_news()
     assert all(pool.table(table_id, 1.0).lease_id == lease_id for lease_id, table_id in news)
     return {table_id for _, table_id in news}
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return make_pool(TOTAL)
+
+
+@pytest.fixture
+def one(pool: Pool) -> Worker:
+    return Worker(pool, "one")
+
+
+@pytest.fixture
+def two(pool: Pool) -> Worker:
+    return Worker(pool, "two")

@@ -35,12 +35,10 @@ from tests.cpu.engine_rig import Rig
 from tests.cpu.guesses import Guesser, mostly_right
 from tests.cpu.model_configs import VOCAB_SIZE
 from tests.cpu.model_rig import random_prompts
+from tests.cpu.settings_mix import BIAS, GREEDY, MIX, PENALTIES
 from tests.cpu.test_engine_preemption import Request, load, serve
 
 BLOCK, MAX_CONTEXT = 16, 256
-GREEDY = Sampling(temperature=0)
-PENALTIES = Adjustments(repetition_penalty=1.4, presence_penalty=0.9, frequency_penalty=0.5)
-BIAS = Adjustments(bias_token_ids=[5, 9, 77], biases=[4.0, 3.5, -100.0])
 
 
 @dataclass
@@ -136,16 +134,6 @@ def expect_scored(place: Place, found: Sequence[TokenLogprobs], tokens: Sequence
         np.testing.assert_allclose(each.top_logprobs, wanted[at - 1, each.top_token_ids].numpy(), atol=1e-4)
 
 
-MIX: list[tuple[Sampling, dict[str, Any]]] = [
-    (GREEDY, {}),
-    (GREEDY, {"adjustments": PENALTIES}),
-    (Sampling(seed=3), {"adjustments": PENALTIES, "logprobs": 4}),
-    (Sampling(seed=4, top_k=9), {"adjustments": BIAS}),
-    (GREEDY, {"logprobs": 0, "prompt_logprobs": 3}),
-    (Sampling(seed=5, temperature=1.7), {"adjustments": PENALTIES, "prompt_logprobs": 0}),
-    (Sampling(seed=6), {}),
-    (GREEDY, {"adjustments": Adjustments(frequency_penalty=2.0), "logprobs": 20, "prompt_logprobs": 20}),
-]
 LENGTHS = (3, 17, 30, 1, 150, 41, 70, 90)
 
 

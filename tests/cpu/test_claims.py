@@ -9,24 +9,9 @@ from memd.core.pool import Pool
 from memd.core.values import PinRequest, TableRequest
 from memd.core.waiting import CLAIM_S
 from pagepool.errors import PagepoolError
-from tests.cpu.core_worker import B, Worker, grows, make_pool, named, starts, table
+from tests.cpu.core_worker import TOTAL, B, Worker, grows, named, one, pool, starts, table, two
 
-TOTAL = 12
-
-
-@pytest.fixture
-def pool() -> Pool:
-    return make_pool(TOTAL)
-
-
-@pytest.fixture
-def one(pool: Pool) -> Worker:
-    return Worker(pool, "one")
-
-
-@pytest.fixture
-def two(pool: Pool) -> Worker:
-    return Worker(pool, "two")
+__all__ = ["one", "pool", "two"]
 
 
 def test_what_is_freed_for_the_more_urgent_is_not_taken_by_others(pool: Pool, one: Worker, two: Worker) -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent import futures
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +29,9 @@ from pagepool.memd.v1.types_pb2 import (
 from pagepool.status import to_status
 from pagepool_client.cli.block_map import Snapshot, draw
 from pagepool_client.cli.generate import KINDS
+from tests.cpu.cli_rig import Start, default_signals, served, start
 
-add_inferd: Any = pb_grpc.add_GenerationServiceServicer_to_server
+__all__ = ["default_signals", "start"]
 
 
 class ScriptedInferd(pb_grpc.GenerationServiceServicer):
@@ -74,48 +71,8 @@ class ScriptedInferd(pb_grpc.GenerationServiceServicer):
 
 @pytest.fixture
 def inferd(tmp_path: Path) -> Iterator[ScriptedInferd]:
-    servicer = ScriptedInferd()
-    server = grpc.server(futures.ThreadPoolExecutor(4))
-    add_inferd(servicer, server)
-    server.add_insecure_port(f"unix:{tmp_path / 'inferd.sock'}")
-    server.start()
-    yield servicer
-    server.stop(None).wait()
-
-
-Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def default_signals() -> Iterator[None]:
-    """A child inherits which signals are ignored; under nohup, or as a job of a script, these two are."""
-    ends = (signal.SIGINT, signal.SIGHUP)
-    before = [signal.signal(end, signal.default_int_handler) for end in ends]
-    yield
-    for end, handler in zip(ends, before, strict=True):
-        signal.signal(end, handler)
-
-
-@pytest.fixture
-def start(tmp_path: Path, default_signals: None) -> Iterator[Start]:
-    running = []
-
-    def launch(*words: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pagepool_client.cli.main", *words, "--socket-dir", str(tmp_path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-        )
-        running.append(process)
-        return process
-
-    yield launch
-    for process in running:
-        process.kill()
-        process.communicate()
+    with served(ScriptedInferd(), tmp_path) as servicer:
+        yield servicer
 
 
 def test_generate_streams_text_to_stdout_and_usage_to_stderr(inferd: ScriptedInferd, start: Start) -> None:

@@ -17,7 +17,6 @@ from pagekernels.layout import pack_entry
 from tests.cpu.host_gpu import host_runner
 from tests.cpu.model_configs import random_model
 from tests.cpu.runner_cases import (
-    GREEDY,
     Place,
     expect_any_mix,
     expect_drafts,
@@ -25,6 +24,7 @@ from tests.cpu.runner_cases import (
     expect_resumption,
     expect_several,
 )
+from tests.cpu.settings_mix import GREEDY
 
 
 @pytest.fixture

@@ -24,11 +24,8 @@ from tests.cpu.engine_rig import Rig
 from tests.cpu.memory_pool import continuation, logits_after
 from tests.cpu.model_configs import VOCAB_SIZE, random_model
 from tests.cpu.model_rig import random_prompts
+from tests.cpu.settings_mix import BIAS, GREEDY, MIX, PENALTIES
 from tests.cpu.test_logprobs import expect_logprobs
-
-GREEDY = Sampling(temperature=0)
-PENALTIES = Adjustments(repetition_penalty=1.4, presence_penalty=0.9, frequency_penalty=0.5)
-BIAS = Adjustments(bias_token_ids=[5, 9, 77], biases=[4.0, 3.5, -100.0])
 
 
 @pytest.fixture(autouse=True, params=[1, 2])
@@ -46,18 +43,6 @@ def expect_scored(found: Sequence[TokenLogprobs], tokens: list[int], first: int,
     assert len(found) == len(tokens) - first
     for at, each in enumerate(found, first):
         expect_logprobs(each, torch.from_numpy(logits_after(tokens[:at])), tokens[at], top)
-
-
-MIX: list[tuple[Sampling, dict[str, Any]]] = [
-    (GREEDY, {}),
-    (GREEDY, {"adjustments": PENALTIES}),
-    (Sampling(seed=3), {"adjustments": PENALTIES, "logprobs": 4}),
-    (Sampling(seed=4, top_k=9), {"adjustments": BIAS}),
-    (GREEDY, {"logprobs": 0, "prompt_logprobs": 3}),
-    (Sampling(seed=5, temperature=1.7), {"adjustments": PENALTIES, "prompt_logprobs": 0}),
-    (Sampling(seed=6), {}),
-    (GREEDY, {"adjustments": Adjustments(frequency_penalty=2.0), "logprobs": 20, "prompt_logprobs": 20}),
-]
 
 
 @pytest.mark.parametrize("budget", [8, 13, 512])

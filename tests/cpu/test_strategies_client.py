@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from pagepool.errors import PagepoolError
@@ -16,11 +14,9 @@ from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.inferd.v1 import generation_service_pb2_grpc as inferd_grpc
 from pagepool_client import AsyncInferenceClient, InferenceClient
 from pagepool_client.prompts import generate_request
-from tests.cpu.test_client_cli import Start, default_signals, start
+from tests.cpu.cli_rig import Start, default_signals, served, start
 
 __all__ = ["default_signals", "start"]
-
-add_inferd: Any = inferd_grpc.add_GenerationServiceServicer_to_server
 
 
 class Sampler(inferd_grpc.GenerationServiceServicer):
@@ -52,13 +48,8 @@ class Sampler(inferd_grpc.GenerationServiceServicer):
 
 @pytest.fixture
 def inferd(tmp_path: Path) -> Iterator[Sampler]:
-    servicer = Sampler()
-    server = grpc.server(futures.ThreadPoolExecutor(4))
-    add_inferd(servicer, server)
-    server.add_insecure_port(f"unix:{tmp_path / 'inferd.sock'}")
-    server.start()
-    yield servicer
-    server.stop(None).wait()
+    with served(Sampler(), tmp_path) as servicer:
+        yield servicer
 
 
 def expect(generation: Any, words: list[str]) -> None:

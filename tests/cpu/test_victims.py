@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from memd.core.operations import Fork, ReserveRequest, Suspend, Take
 from memd.core.pool import Pool
 from memd.core.values import Commit, PinRequest, Step, TableRequest
 from memd.core.victims import YIELD_S
-from tests.cpu.core_worker import B, Worker, grows, make_pool, named, starts, table
+from tests.cpu.core_worker import B, Worker, grows, named, one, pool, starts, table, two
 
-TOTAL = 12
-
-
-@pytest.fixture
-def pool() -> Pool:
-    return make_pool(TOTAL)
-
-
-@pytest.fixture
-def one(pool: Pool) -> Worker:
-    return Worker(pool, "one")
-
-
-@pytest.fixture
-def two(pool: Pool) -> Worker:
-    return Worker(pool, "two")
+__all__ = ["one", "pool", "two"]
 
 
 def test_the_youngest_yields_whichever_worker_holds_it_and_is_told_once(pool: Pool, one: Worker, two: Worker) -> None:

@@ -16,7 +16,6 @@ from pagekernels.cuda.device import CudaDevice
 from pagekernels.layout import pack_entry, slot_mapping
 from tests.cpu.model_configs import random_model
 from tests.cpu.runner_cases import (
-    GREEDY,
     Place,
     expect_any_mix,
     expect_drafts,
@@ -24,6 +23,7 @@ from tests.cpu.runner_cases import (
     expect_resumption,
     expect_several,
 )
+from tests.cpu.settings_mix import GREEDY
 from tests.gpu.model_rig import CudaRig, num_graphs
 
 MakePlace = Callable[[bool], Place]
