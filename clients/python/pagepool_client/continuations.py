@@ -66,3 +66,34 @@ class Continuations:
         while len(self.every) <= index:
             self.every.append(Continuation(len(self.every)))
         return self.every[index]
+
+
+class Heard:
+    """What has come of a request so far, by name: the same for readers of every kind, which keep it in `_found`."""
+
+    _found: Continuations
+
+    @property
+    def started(self) -> GenerateStarted | None:
+        """The first message, once it has come."""
+        return self._found.started
+
+    @property
+    def finished(self) -> GenerateFinished | None:
+        """The last message, once it has come: it has the usage of the request."""
+        return self._found.finished
+
+    @property
+    def continuations(self) -> list[Continuation]:
+        """Every continuation as far as it has come, by index."""
+        return self._found.every
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Those of the tokens that have come so far, if the request asked for them."""
+        return self._found.every[0].logprobs
+
+    @property
+    def prompt_logprobs(self) -> list[TokenLogprobs]:
+        """Those of the prompt's tokens from the second on, as far as they have come, if the request asked for them."""
+        return self._found.prompt_logprobs

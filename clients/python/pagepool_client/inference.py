@@ -10,14 +10,11 @@ import grpc
 
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.inferd.v1.generation_service_pb2 import (
-    GenerateFinished,
-    GenerateStarted,
     GenerateTokens,
-    TokenLogprobs,
 )
 from pagepool.inferd.v1.generation_service_pb2_grpc import GenerationServiceStub
 from pagepool_client.channels import channel_options, default_target, dialled, failures
-from pagepool_client.continuations import Continuation, Continuations, Event
+from pagepool_client.continuations import Continuation, Continuations, Event, Heard
 from pagepool_client.prompts import Message, Options, chat_messages, generate_request
 from pagepool_client.streams import ServerStream
 
@@ -30,7 +27,7 @@ def event_of(response: pb.GenerateResponse) -> Event:
     return event
 
 
-class Generation(ServerStream[Event]):
+class Generation(Heard, ServerStream[Event]):
     """The continuations of a prompt: their events, in order. Closing or dropping it cancels the work on the server.
 
     Without n, best_of and beam there is one continuation. With them `pieces`, `text` and `logprobs` are those of the
@@ -40,31 +37,6 @@ class Generation(ServerStream[Event]):
     def __init__(self, call: Any, convert: Callable[[Any], Event], target: str) -> None:
         super().__init__(call, convert, target)
         self._found = Continuations()
-
-    @property
-    def started(self) -> GenerateStarted | None:
-        """The first message, once it has come."""
-        return self._found.started
-
-    @property
-    def finished(self) -> GenerateFinished | None:
-        """The last message, once it has come: it has the usage of the request."""
-        return self._found.finished
-
-    @property
-    def continuations(self) -> list[Continuation]:
-        """Every continuation as far as it has come, by index."""
-        return self._found.every
-
-    @property
-    def logprobs(self) -> list[TokenLogprobs]:
-        """Those of the tokens that have come so far, if the request asked for them."""
-        return self._found.every[0].logprobs
-
-    @property
-    def prompt_logprobs(self) -> list[TokenLogprobs]:
-        """Those of the prompt's tokens from the second on, as far as they have come, if the request asked for them."""
-        return self._found.prompt_logprobs
 
     def __next__(self) -> Event:
         event = super().__next__()
