@@ -118,6 +118,16 @@ def test_what_workers_have_in_reserve_is_nobodys_to_release() -> None:
     )
 
 
+def test_a_reserve_that_is_larger_than_the_clients_lease_is_not_the_one_that_is_named() -> None:
+    pool = pool_of()
+    Worker(pool).step(reserves=[ReserveRequest(60, 0)])
+    client = pool.create_lease("client", 100.0, 1.0).lease_id
+    pool.allocate_blocks(client, 36, 1.0)
+    of = seen(pool)
+    assert finding(of, "held_by_leases").figures == {"pinned_blocks": 36, "total_blocks": 100, "leases": 1}
+    assert numbered(advice(of, "held_by_leases", "ReleaseLease")) == client
+
+
 def test_a_block_that_a_worker_has_yet_to_copy_is_no_reserve() -> None:
     pool = pool_of()
     worker = Worker(pool)

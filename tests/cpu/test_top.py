@@ -216,7 +216,9 @@ def test_what_workers_have_in_reserve_is_told_from_what_clients_hold() -> None:
     scene.reserve(5)
     assert "saves 0, in reserve 5, 0 granted" in drawn(Timeline().frame(scene.seen()))[3]
     scene.of_lease(7, 3)
-    assert "in reserve 5, leases hold 3" in drawn(Timeline().frame(scene.seen()))[3]
+    lines = drawn(Timeline().frame(scene.seen()))
+    assert "in reserve 5, leases hold 3" in lines[3]
+    assert "█ 13 held 13 %  ▫ 5 reserved 5.0 %" in lines[2], "10 of the table, 3 of a client's lease"
 
 
 def test_suspended_tables_do_not_make_the_others_look_small() -> None:

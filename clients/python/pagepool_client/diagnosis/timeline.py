@@ -56,13 +56,14 @@ def table_use(tables: Sequence[BlockTable], block_size: int) -> TableUse:
 def kinds_of_blocks(pool: Pool, use: TableUse) -> dict[str, int]:
     """All blocks of a pool by the kinds that the block map draws. They add up to the whole pool.
 
+    Reserved are those that tables or workers have and that are not written to yet.
     Quarantined blocks are the unsealed ones of lost workers' tables, which are still listed.
     """
     usage = pool.usage
     # Tables and pool are read one after the other, so that the sums may miss each other by what happened in between.
     unsealed = max(use.filling + use.reserved - usage.quarantined_blocks, 0)
     filling = min(use.filling, unsealed, usage.held_blocks)
-    reserved = min(unsealed - filling, usage.held_blocks - filling)
+    reserved = min(unsealed - filling + usage.reserve_blocks, usage.held_blocks - filling)
     shared = min(use.shared, usage.held_blocks - filling - reserved)
     return {
         "shared": shared,
