@@ -5,63 +5,17 @@ Each case is brought about in memd's core, and then again as if what was advised
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from memd import messages
 from memd.core.operations import ReserveRequest, Take
 from memd.core.pool import Pool
 from memd.core.values import Commit, PinRequest, TableRequest
-from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool.memd.v1.types_pb2 import BLOCK_STATE_HELD
-from pagepool_client.diagnosis.diagnose import diagnose
 from pagepool_client.diagnosis.figures import measure
-from pagepool_client.diagnosis.findings import Finding
-from pagepool_client.diagnosis.observation import Observation, WorkerReport
+from pagepool_client.diagnosis.observation import Observation
 from pagepool_client.diagnosis.report import facts
-from tests.cpu.core_worker import GEOMETRY, Worker, grows
-
-TOTAL, START_S = 100, 1000.0
-
-
-def pool_of(num_blocks: int = TOTAL, block_size: int = 8) -> Pool:
-    pool = Pool(7, block_size, 1 << 30, num_blocks)
-    pool.declare(GEOMETRY)
-    return pool
-
-
-def seen(pool: Pool, now: float = 1.0, waiting: int = 0, running: int = 0, uptime_s: float = 7200.0) -> Observation:
-    """What the commands would read of this pool, and of one worker where requests wait or run."""
-    told = messages.pool_message(pool, None, START_S)
-    blocks = [messages.block_message(one) for one in pool.blocks_after(0, 1 << 20, None, now)]
-    tables = [messages.table_message(one) for one in pool.tables_after(0, 1 << 20, now)]
-    model = GetModelResponse(pool_epoch=pool.epoch, waiting_requests=waiting, running_requests=running)
-    workers = [WorkerReport("unix:/w.sock", model)] if waiting or running else []
-    return Observation(told, blocks, tables, workers, START_S + uptime_s, target="unix:/memd.sock")
-
-
-def finding(of: Observation, code: str) -> Finding:
-    (found,) = [one for one in diagnose(of) if one.code == code]
-    return found
-
-
-def advice(of: Observation, code: str, name: str) -> str:
-    """The value of the remedy with this name."""
-    (value,) = [remedy.value for remedy in finding(of, code).remedies if remedy.name == name]
-    return value
-
-
-def codes(of: Observation) -> list[str]:
-    return [one.code for one in diagnose(of)]
-
-
-def numbered(value: str) -> int:
-    return int(value.rsplit(maxsplit=1)[-1])
-
-
-def tokens(first: int, count: int) -> list[int]:
-    return list(range(first, first + count))
+from tests.cpu.core_worker import Worker, grows
+from tests.cpu.seen_pools import TOTAL, advice, codes, finding, numbered, pool_of, seen, tokens
 
 
 def test_more_blocks_help_a_pool_that_is_out_of_them() -> None:
@@ -262,55 +216,6 @@ def test_requests_that_wait_for_a_prefix_want_neither_blocks_nor_a_larger_worker
 
     assert (served(100, 0), served(100, 3), served(100, 2)) == (["workers_are_full"], [], ["workers_are_full"])
     assert (served(40, 0), served(40, 3)) == (["out_of_blocks"], [])
-
-
-def prompts_served(pool: Pool, prompts: Sequence[Sequence[int]]) -> None:
-    worker = Worker(pool)
-    for prompt in prompts:
-        worker.step(releases=[worker.table(prompt, -(-len(prompt) // pool.block_size))])
-
-
-def serve(
-    prompts: Sequence[Sequence[int]], total: int = TOTAL, block_size: int = 8, uptime_s: float = 7200.0
-) -> Observation:
-    pool = pool_of(total, block_size)
-    prompts_served(pool, prompts)
-    return seen(pool, uptime_s=uptime_s)
-
-
-def test_more_blocks_keep_prefixes_that_were_evicted_before_they_were_asked_for_again() -> None:
-    twice = [tokens(1000 * index, 41) for index in range(30)] * 2  # 150 full blocks, and as many tails
-    of = serve(twice)
-    assert codes(of) == ["prefixes_evicted"]
-    assert codes(serve(twice, total=int(advice(of, "prefixes_evicted", "--max-num-blocks")))) == []
-
-
-def test_smaller_blocks_let_short_prompts_be_found() -> None:
-    short = [tokens(0, 12)] * 100
-    of = serve(short, block_size=16)
-    assert codes(of) == ["prompts_too_short"]
-    assert codes(serve(short, block_size=int(advice(of, "prompts_too_short", "--block-size")))) == []
-
-
-def test_a_pool_that_has_been_warmed_up_is_not_cold() -> None:
-    shared = [tokens(1000 * index, 64) for index in range(10)]
-    of = serve([*shared, *shared[:2], tokens(20_000, 400)], total=400, uptime_s=60.0)
-    assert (codes(of), advice(of, "pool_is_cold", "max_tokens")) == (["pool_is_cold"], "1")
-    pool = pool_of()
-    prompts_served(pool, shared)  # the requests of one token
-    before = messages.pool_message(pool, None, START_S)
-    prompts_served(pool, shared * 2)
-    warm = seen(pool, uptime_s=60.0)
-    later = Observation(warm.pool, warm.blocks, warm.tables, at_s=warm.at_s, earlier=[before], watched_s=30.0)
-    assert codes(later) == []
-
-
-def test_prompts_that_begin_with_what_they_share_are_found() -> None:
-    system = tokens(0, 64)
-    of = serve([[900 + index, *system] for index in range(20)], total=400)
-    assert codes(of) == ["prompts_differ"]
-    assert advice(of, "prompts_differ", "text") == "what all share first"
-    assert codes(serve([[*system, 900 + index] for index in range(20)], total=400)) == []
 
 
 def test_held_blocks_of_every_kind_are_told_apart_in_a_real_pool() -> None:
