@@ -149,9 +149,9 @@ class BlockTables:
         source.num_writable = 0
         self._tables[new_id] = replace(source, table_id=new_id, block_ids=list(source.block_ids))
         self._holders.update(source.block_ids)
+        self._words.operate(Fork(table_id, new_id), len(source.block_ids))
         self._words.limit(table_id, -1)
         self._words.limit(new_id, -1)
-        self._words.operate(Fork(table_id, new_id))
         return new_id
 
     def prepare(self, table_id: int, num_tokens: int) -> list[BlockCopy]:
@@ -214,8 +214,9 @@ class BlockTables:
         self._require(by_copy)
         block_id = self._blocks[0][0] if by_copy else 0
         copies = [self._replace(table, index, report=False)] if by_copy else []
-        self._words.operate(Truncate(table_id, num_tokens, block_id), unshares=True)
-        self._drop(table, index + bool(rest), -(-table.num_tokens // self._size))
+        kept, written = index + bool(rest), -(-table.num_tokens // self._size)
+        self._words.operate(Truncate(table_id, num_tokens, block_id), max(written - kept, 0), unshares=True)
+        self._drop(table, kept, written)
         table.num_tokens = table.num_prepared = num_tokens
         table.num_writable = 0
         if num_tokens < table.cached_tokens:
@@ -225,11 +226,13 @@ class BlockTables:
 
     def suspend(self, table_id: int, token_ids: Sequence[int]) -> None:
         """Give all blocks of a table up; memd keeps its tokens, and after them these, until it gets blocks again."""
-        self._words.operate(Suspend(table_id, token_ids), unshares=self._end(table_id))
+        num_blocks, shared = self._end(table_id)
+        self._words.operate(Suspend(table_id, token_ids), num_blocks, unshares=shared)
 
     def release(self, table_id: int) -> None:
         """End a table."""
-        self._words.operate(Release(table_id), unshares=self._end(table_id))
+        num_blocks, shared = self._end(table_id)
+        self._words.operate(Release(table_id), num_blocks, unshares=shared)
 
     def drop_suspended(self, table_id: int) -> None:
         """End a table that was suspended."""
@@ -239,12 +242,12 @@ class BlockTables:
         """What memd has to be told since the last call: mostly one step, none if there is nothing."""
         return self._words.take()
 
-    def _end(self, table_id: int) -> bool:
-        """Forget a table; whether others have blocks of it."""
+    def _end(self, table_id: int) -> tuple[int, bool]:
+        """Forget a table; how many blocks it has, and whether others have some of them."""
         table = self._tables.pop(table_id)
         shared = any(self._holders[block_id] > 1 for block_id in table.block_ids)
         self._forget(table.block_ids)
-        return shared
+        return len(table.block_ids), shared
 
     def _is_shared(self, table: BlockTable, index: int) -> bool:
         return self._holders[table.block_ids[index]] > 1
@@ -272,13 +275,13 @@ class BlockTables:
         before = len(table.block_ids) * self._size
         if table.num_writable == before:
             table.num_writable += count * self._size
-        self._words.limit(table.table_id, before)
         taken, self._blocks = self._blocks[:count], self._blocks[count:]
         ids = [block_id for block_id, _ in taken]
         table.block_ids += ids
         table.entries = array("I", [*table.entries, *(entry for _, entry in taken)])
         self._holders.update(ids)
         self._words.operate(Take(table.table_id, ids))
+        self._words.limit(table.table_id, before)
 
     def _drop(self, table: BlockTable, first: int, stop: int) -> None:
         """Blocks first to stop - 1 of a table are not its own any more."""

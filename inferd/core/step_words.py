@@ -2,6 +2,8 @@
 
 Within a step memd applies commits first, then operations, then requests. So a commit may stand in one step with
 operations that came before it only where it says the same when it is applied before them.
+
+What a step may cost memd, which serves nobody else meanwhile, is limited: the rest is said in further steps.
 """
 
 from __future__ import annotations
@@ -10,12 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from inferd.core.ports import Commit, Step, TableRequest
-from pagepool.pool_values import ReserveRequest, TableOperation
+from pagepool.limits import MAX_STEP_REFERENCES, MAX_STEP_REQUESTS, OPERATION_REFERENCES
+from pagepool.pool_values import CopyOnWrite, ReserveRequest, TableOperation, Take, Truncate
 
 
 @dataclass(slots=True)
 class _Words:
-    """What one step message will say. `room`: how many tokens a table with operations here could have before them."""
+    """What one step message will say. `room`: how many tokens a table with operations here could have before them.
+
+    `cost` is what memd counts, in references.
+    """
 
     commits: list[Commit] = field(default_factory=list)
     operations: list[TableOperation] = field(default_factory=list)
@@ -24,6 +30,7 @@ class _Words:
     reserves: list[ReserveRequest] = field(default_factory=list)
     room: dict[int, int] = field(default_factory=dict)
     closed: bool = False
+    cost: int = 0
 
     def step(self) -> Step:
         return Step(
@@ -49,30 +56,60 @@ class StepWords:
             self._words.append(words)
         words.commits.append(Commit(table_id, token_ids))
 
-    def operate(self, operation: TableOperation, *, unshares: bool = False) -> None:
-        """An operation after which all tables have to be committed to later, if it `unshares` blocks of others."""
-        words = self._words[-1]
+    def operate(self, operation: TableOperation, num_blocks: int = 0, *, unshares: bool = False) -> None:
+        """An operation after which all tables have to be committed to later, if it `unshares` blocks of others.
+
+        It adds `num_blocks` to a table or drops them from one, those not counted that it takes from the reserve.
+        """
+        words = self._for(num_blocks + OPERATION_REFERENCES * (1 + _num_named(operation)))
         words.operations.append(operation)
         words.closed |= unshares
 
     def limit(self, table_id: int, num_tokens: int) -> None:
-        """Commits that take a table beyond so many tokens have to come after the operations so far."""
+        """Commits that take a table beyond so many tokens have to come after the operation before this call."""
         room = self._words[-1].room
         room[table_id] = min(room.get(table_id, num_tokens), num_tokens)
 
     def free(self, block_id: int) -> None:
         """A block of the reserve goes back."""
-        self._words[-1].frees.append(block_id)
+        self._for(OPERATION_REFERENCES).frees.append(block_id)
 
     def create(self, request: TableRequest) -> None:
         """A table is asked for."""
-        self._words[-1].creates.append(request)
+        self._asking().creates.append(request)
 
     def reserve(self, request: ReserveRequest) -> None:
         """More for the reserve is asked for."""
-        self._words[-1].reserves.append(request)
+        self._asking().reserves.append(request)
+
+    def _asking(self) -> _Words:
+        """The step that has room for a request."""
+        words = self._words[-1]
+        if len(words.creates) + len(words.reserves) >= MAX_STEP_REQUESTS:
+            words = _Words()
+            self._words.append(words)
+        return words
+
+    def _for(self, cost: int) -> _Words:
+        """The step that has room for something that costs so much."""
+        words = self._words[-1]
+        if words.cost and words.cost + cost > MAX_STEP_REFERENCES:
+            words = _Words()
+            self._words.append(words)
+        words.cost += cost
+        return words
 
     def take(self) -> list[Step]:
         """All of it, as steps to be sent in this order; mostly one, none if there is nothing to say."""
         words, self._words = self._words, [_Words()]
         return [step for step in (each.step() for each in words) if step]
+
+
+def _num_named(operation: TableOperation) -> int:
+    """Blocks of the reserve that an operation takes."""
+    match operation:
+        case CopyOnWrite(block_ids=ids) | Take(block_ids=ids):
+            return len(ids)
+        case Truncate(block_id=block_id):
+            return int(block_id > 0)
+    return 0

@@ -19,14 +19,14 @@ as the first, however many share a block."""
 class ManyHolders:
     """More than FEW_HOLDERS references. Reads like a tuple of holders, in no order: length, membership, iteration."""
 
-    __slots__ = ("_length", "counts")
+    __slots__ = ("counts", "length")
 
     def __init__(self, holders: Iterable[int]) -> None:
         self.counts = dict(Counter(holders))
-        self._length = sum(self.counts.values())
+        self.length = sum(self.counts.values())
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     def __iter__(self) -> Iterator[int]:
         return iter(Counter(self.counts).elements())
@@ -35,19 +35,19 @@ class ManyHolders:
         return holder in self.counts
 
     def __repr__(self) -> str:
-        return f"{self._length} references of {len(self.counts)} holders"
+        return f"{self.length} references of {len(self.counts)} holders"
 
     def add(self, holder: int) -> None:
         """One more reference."""
         self.counts[holder] = self.counts.get(holder, 0) + 1
-        self._length += 1
+        self.length += 1
 
     def drop(self, holder: int) -> None:
         """One reference less of a holder that has one."""
         count = self.counts.pop(holder) - 1
         if count:
             self.counts[holder] = count
-        self._length -= 1
+        self.length -= 1
 
 
 Holders = tuple[int, ...] | ManyHolders
@@ -152,6 +152,20 @@ class Blocks:
         if len(holders) <= FEW_HOLDERS // 2:  # not at FEW_HOLDERS itself: a reference more and less is no conversion
             self.holders[frame] = tuple(holders)
         return False
+
+    def drop_references(self, frames: Iterable[int], holder: int, now: float) -> list[int]:
+        """Drop one reference of a holder to each of these blocks; those that nobody refers to then, in their order."""
+        held, touched, alone, dropped = self.holders, self.touched, (holder,), list[int]()
+        for frame in frames:  # of a long table there are thousands, and everybody waits
+            touched[frame], known = now, held[frame]
+            if known == alone:
+                held[frame] = ()
+                dropped.append(frame)
+            elif type(known) is ManyHolders and known.length > FEW_HOLDERS and holder in known.counts:
+                known.drop(holder)
+            elif self.drop_reference(frame, holder):
+                dropped.append(frame)
+        return dropped
 
     def write(self, frame: int, packed: bytes, now: float) -> bool:
         """Append packed token ids to an unsealed block; whether it is full now, and waits to be sealed."""

@@ -232,6 +232,8 @@ def _check_leases(state: PoolState) -> None:
         _require(lease.is_worker or lease.state is LeaseState.LIVE, f"{name} is a client's, but {lease.state.name}")
         _require(lease.is_worker or not lease.reserved_ids, f"{name} is a client's, but has table ids in reserve")
         _require(lease.is_worker or not lease.copy_sources, f"{name} is a client's, but has blocks to copy")
+        kept = sum(len(table.kept or b"") for table in lease.tables.values())
+        _require(lease.kept_bytes == kept, f"{name} counts {lease.kept_bytes} bytes that are kept, but they are {kept}")
     owned = {table_id: table for lease in state.leases.values() for table_id, table in lease.tables.items()}
     _require(owned == state.tables, "the leases' tables are not the pool's tables")
     for table in state.tables.values():

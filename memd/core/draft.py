@@ -1,54 +1,43 @@
 """What a lease's operations on its tables come to, found out before anything is changed.
 
 Operations depend on each other (a fork is written, truncated, forked again), so each is tried on drafts of the tables
-it touches; only if all of them can be, `apply` makes the tables like their drafts. References are added first and
-dropped last: nothing that an operation copies from or shares is gone before it is applied.
+it changes; only if all of them can be, `apply` makes the tables like their drafts. References are added first and
+dropped last: nothing that an operation copies from or shares is gone before it is applied. What is only looked at stays
+as it is, its time of last use too.
+
+memd serves nobody else meanwhile, so what an operation costs is known, and held against a limit, before it is done.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 from memd.core import errors
 from memd.core.block import TOKEN_BYTES
-from memd.core.lease import MAX_KEPT_BYTES, Lease
+from memd.core.lease import MAX_KEPT_BYTES, MAX_TABLES, Lease
 from memd.core.operations import CopyOnWrite, Fork, Release, Suspend, TableOperation, Take, Truncate
+from memd.core.pending import Keep, Move, PendingReferences, change_tokens
 from memd.core.state import PoolState, pack_words
 from memd.core.table import Table
 from pagepool.errors import PagepoolError
+from pagepool.limits import MAX_STEP_REFERENCES, OPERATION_REFERENCES
 
 
 @dataclass(slots=True)
 class TableDraft:
-    """A table as it will be; `origin` is itself, or for a fork the table whose salt and priority it has."""
+    """A table as it will be; `origin` is itself, or for a fork the table whose salt and priority it has.
+
+    Until it is `changed`, the frames are the table's own, not to be written.
+    """
 
     origin: Table
-    frames: list[int]
+    frames: array[int]
     num_tokens: int
     cached_tokens: int
     kept_bytes: int | None = None  # of a suspended one
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """The first tokens of a block become those of another; the rest is dropped if both are one."""
-
-    source: int
-    target: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """What a table keeps when it is suspended: the committed tokens of these blocks as they are then, and more."""
-
-    table_id: int
-    frames: list[int]
-    more: bytes
+    changed: bool = False
 
 
 class Draft:
@@ -60,19 +49,17 @@ class Draft:
     def __init__(self, state: PoolState, lease: Lease, written: Mapping[int, int]) -> None:
         self._state, self._lease, self._written = state, lease, written
         self._store = state.cut_store()
+        self._references = PendingReferences(self._store)
+        self._cost = 0  # so far, in references
+        self._kept_bytes = lease.kept_bytes
         self._tables: dict[int, TableDraft] = {}
         self._released: set[int] = set()
         self._let_go: set[int] = set()  # tables that nothing will be copied into any more
         self._unpromised: set[int] = set()  # tables that will not seal what they have promised
         self._used_ids: set[int] = set()
         self._used_frames: set[int] = set()
-        self._holds: list[tuple[int, int]] = []  # (frame, holder), as all that follow
-        self._drops: list[tuple[int, int]] = []
-        self._more_holders: Counter[int] = Counter()  # by frame, of the first so many of these two
-        self._counted = (0, 0)
-        self._changes: list[
-            Move | Keep
-        ] = []  # of tokens, in order: what is kept may be truncated by another table next
+        # Of tokens, in order: what is kept may be truncated by another table next.
+        self._changes: list[Move | Keep] = []
 
     @property
     def moves(self) -> list[Move]:
@@ -95,10 +82,12 @@ class Draft:
             case Suspend():
                 self._suspend(operation)
 
-    @property
-    def num_new_tables(self) -> int:
-        """Tables that the lease has more now, less those that it has no more."""
-        return len(self._used_ids) - len(self._released)
+    def require_tables(self, more: int) -> None:
+        """The lease may have so many more tables than it has at this point."""
+        tables = len(self._lease.tables) + len(self._used_ids) - len(self._released) + more
+        if tables > MAX_TABLES:
+            what = f"creates and forks come to {tables} tables, but a lease has at most {MAX_TABLES}"
+            raise self._violation(what, "release some first")
 
     @property
     def num_used_ids(self) -> int:
@@ -107,11 +96,11 @@ class Draft:
 
     def free(self, block_id: int) -> None:
         """Give a block of the reserve back."""
-        frame = self._from_reserve(block_id)
-        self._drop(frame, self._lease.lease_id)
+        self._charge(0)
+        self._references.drop((self._from_reserve(block_id),), self._lease.lease_id)
 
     def table(self, table_id: int) -> TableDraft:
-        """A table that the lease has at this point."""
+        """A table that the lease has at this point, to be looked at."""
         if table_id in self._tables:
             return self._tables[table_id]
         table = self._lease.tables.get(table_id)
@@ -120,12 +109,12 @@ class Draft:
             raise self._violation(what, "name only tables that were granted and not released")
         length = self._written.get(table_id, table.num_tokens)
         kept = None if table.kept is None else len(table.kept)
-        draft = TableDraft(table, list(table.frames), length, table.cached_tokens, kept)
+        draft = TableDraft(table, table.frames, length, table.cached_tokens, kept)
         self._tables[table_id] = draft
         return draft
 
     def running(self, table_id: int) -> TableDraft:
-        """A table that the lease has at this point, not suspended."""
+        """A table that the lease has at this point, not suspended, to be looked at."""
         draft = self.table(table_id)
         if draft.kept_bytes is not None:
             raise self._violation(f"table {table_id} is suspended", "resume it first, or release it")
@@ -138,19 +127,17 @@ class Draft:
         if not rest or num_tokens == draft.num_tokens:
             return False
         sealed = (index + 1) * self._state.block_size <= draft.num_tokens
-        return sealed or self._num_holders(draft.frames[index]) > 1
+        return sealed or self._references.num_holders(draft.frames[index]) > 1
 
     def apply(self, now: float) -> None:
         """Make it so. The commits in `written` have been applied by now."""
-        kept = self._change_tokens()
+        kept = change_tokens(self._store.blocks, self._changes)
         for table_id, draft in self._tables.items():
-            self._make(table_id, draft, now)
+            if draft.changed:
+                self._make(table_id, draft, now)
             if table_id in kept:
                 self._lease.tables[table_id].suspend(kept[table_id])
-        for frame, holder in self._holds:
-            self._store.hold([frame], (holder,), now)
-        for frame, holder in self._drops:
-            self._store.release(frame, holder, now)
+        self._references.apply(now)
         for frame in self._used_frames:
             del self._lease.references[frame]
         self._lease.reserved_ids -= self._used_ids
@@ -161,16 +148,7 @@ class Draft:
         for table_id in self._released:
             if self._lease.tables.pop(table_id, None) is not None:  # else forked and released in one go
                 del self._state.tables[table_id]
-
-    def _change_tokens(self) -> dict[int, bytes]:
-        """Carry out the changes; what is kept of each table that is suspended."""
-        kept: dict[int, bytes] = {}
-        for change in self._changes:
-            if isinstance(change, Move):
-                self._store.blocks.copy(change.source, change.target, change.num_tokens)
-            else:
-                kept[change.table_id] = b"".join(map(self._store.blocks.packed_tokens, change.frames)) + change.more
-        return kept
+        self._lease.kept_bytes = self._kept_bytes
 
     def _make(self, table_id: int, draft: TableDraft, now: float) -> None:
         table = self._lease.tables.get(table_id)
@@ -178,7 +156,7 @@ class Draft:
             origin = draft.origin
             table = Table(table_id, self._lease.lease_id, origin.salt, origin.priority, now, arrival=origin.arrival)
             self._state.tables[table_id] = self._lease.tables[table_id] = table
-        table.frames = array("I", draft.frames)
+        table.frames = draft.frames
         table.num_tokens, table.cached_tokens, table.touched = draft.num_tokens, draft.cached_tokens, now
 
     def _fork(self, fork: Fork) -> None:
@@ -186,38 +164,41 @@ class Draft:
         if fork.new_table_id not in self._lease.reserved_ids or fork.new_table_id in self._used_ids:
             what = f"table id {fork.new_table_id} is not in the lease's reserve"
             raise self._violation(what, "fork only to ids that were granted and not used yet")
+        self.require_tables(1)
+        self._charge(len(source.frames))
         self._used_ids.add(fork.new_table_id)
-        frames = list(source.frames)
-        self._holds += [(frame, fork.new_table_id) for frame in frames]
-        self._tables[fork.new_table_id] = TableDraft(source.origin, frames, source.num_tokens, source.cached_tokens)
+        self._references.hold(source.frames[:], fork.new_table_id)
+        made = TableDraft(source.origin, source.frames[:], source.num_tokens, source.cached_tokens, changed=True)
+        self._tables[fork.new_table_id] = made
 
     def _copy_on_write(self, copy: CopyOnWrite) -> None:
         draft, first, count = self.running(copy.table_id), copy.first_index, len(copy.block_ids)
         if not count or first + count > len(draft.frames):
             what = f"{count} blocks of table {copy.table_id} are copied from index {first} on, of {len(draft.frames)}"
             raise self._violation(what, "copy blocks that there are, at least one")
+        self._charge(0, count)
         for index, block_id in reversed(list(enumerate(copy.block_ids, first))):  # a prefix is eaten from its end
             tokens = min(max(draft.num_tokens - index * self._state.block_size, 0), self._state.block_size)
             self._replace(copy.table_id, index, block_id, tokens)
 
     def _replace(self, table_id: int, index: int, block_id: int, num_tokens: int) -> None:
-        draft, target = self.table(table_id), self._from_reserve(block_id)
+        draft, target = self._changing(table_id), self._from_reserve(block_id)
         source = draft.frames[index]
         self._changes.append(Move(source, target, num_tokens))
-        self._hold(target, table_id)
-        self._drop(target, self._lease.lease_id)
-        self._drop(source, table_id)
+        self._references.hold((target,), table_id)
+        self._references.drop((target,), self._lease.lease_id)
+        self._references.drop((source,), table_id)
         draft.frames[index] = target
 
     def _take(self, take: Take) -> None:
-        draft = self.running(take.table_id)
+        self.running(take.table_id)
         if not take.block_ids:
             raise self._violation(f"no block is taken for table {take.table_id}", "take at least one")
-        for block_id in take.block_ids:
-            frame = self._from_reserve(block_id)
-            self._hold(frame, take.table_id)
-            self._drop(frame, self._lease.lease_id)
-            draft.frames.append(frame)
+        self._charge(0, len(take.block_ids))
+        taken = [self._from_reserve(block_id) for block_id in take.block_ids]
+        self._references.hold(taken, take.table_id)
+        self._references.drop(taken, self._lease.lease_id)
+        self._changing(take.table_id).frames.extend(taken)
 
     def _truncate(self, cut: Truncate) -> None:
         draft, size = self.running(cut.table_id), self._state.block_size
@@ -231,8 +212,9 @@ class Draft:
             raise self._violation(what, "give a block_id if the last block that stays is cut and sealed or shared")
         index, rest = divmod(cut.num_tokens, size)
         kept, written = index + bool(rest), -(-draft.num_tokens // size)
-        for frame in reversed(draft.frames[kept:written]):
-            self._drop(frame, cut.table_id)
+        self._charge(max(written - kept, 0), int(by_copy))
+        self._changing(cut.table_id)
+        self._references.drop(draft.frames[kept:written][::-1], cut.table_id)
         if by_copy:
             self._replace(cut.table_id, index, cut.block_id, rest)
         elif rest and cut.num_tokens < draft.num_tokens:
@@ -244,32 +226,34 @@ class Draft:
             draft.cached_tokens = index * size
 
     def _release(self, table_id: int) -> None:
-        self._drop_all(table_id, self.table(table_id).frames)
+        draft = self.table(table_id)
+        self._charge(len(draft.frames))
+        self._kept_bytes -= draft.kept_bytes or 0
+        self._drop_all(table_id, draft.frames)
         del self._tables[table_id]
         self._released.add(table_id)
 
     def _suspend(self, suspend: Suspend) -> None:
         draft, more = self.running(suspend.table_id), pack_words(self._lease.lease_id, suspend.token_ids)
-        draft.kept_bytes = draft.num_tokens * TOKEN_BYTES + len(more)
-        in_all = sum(one.kept_bytes or 0 for one in self._tables.values())
-        rest = (one for one in self._lease.tables.values() if one.table_id not in self._tables)
-        in_all += sum(len(one.kept or b"") for one in rest if one.table_id not in self._released)
+        in_all = self._kept_bytes + draft.num_tokens * TOKEN_BYTES + len(more)
         if in_all > MAX_KEPT_BYTES:
             what = f"suspended tables keep {in_all // TOKEN_BYTES} tokens, but may keep {MAX_KEPT_BYTES // TOKEN_BYTES}"
             raise self._violation(what, "release a table instead, and compute its tokens anew")
+        self._charge(len(draft.frames))
+        draft.changed, draft.kept_bytes, self._kept_bytes = True, in_all - self._kept_bytes, in_all
         written = -(-draft.num_tokens // self._state.block_size)
         self._changes.append(Keep(suspend.table_id, draft.frames[:written], more))
         self._drop_all(suspend.table_id, draft.frames)
-        draft.frames, draft.num_tokens, draft.cached_tokens = [], 0, 0
+        draft.frames, draft.num_tokens, draft.cached_tokens = array("I"), 0, 0
 
-    def _drop_all(self, table_id: int, frames: Sequence[int]) -> None:
+    def _drop_all(self, table_id: int, frames: array[int]) -> None:
         """What a table has, and what was to be copied into it, if no commit of this step lets that go."""
         self._unpromised.add(table_id)
-        self._drops += [(frame, table_id) for frame in reversed(frames)]
+        self._references.drop(frames[::-1], table_id)
         source = self._lease.copy_sources.get(table_id)
         if source is not None and table_id not in self._written and table_id not in self._let_go:
             self._let_go.add(table_id)
-            self._drop(source, self._lease.lease_id)
+            self._references.drop((source,), self._lease.lease_id)
 
     def _from_reserve(self, block_id: int) -> int:
         frame = self._store.blocks.frame_of.get(block_id)
@@ -279,20 +263,20 @@ class Draft:
         self._used_frames.add(frame)
         return frame
 
-    def _num_holders(self, frame: int) -> int:
-        holds, drops = self._counted  # most steps never ask, and a table may have thousands of blocks
-        for one, _ in islice(self._holds, holds, None):
-            self._more_holders[one] += 1
-        for one, _ in islice(self._drops, drops, None):
-            self._more_holders[one] -= 1
-        self._counted = len(self._holds), len(self._drops)
-        return len(self._store.blocks.holders[frame]) + self._more_holders[frame]
+    def _changing(self, table_id: int) -> TableDraft:
+        """A table that the lease has at this point, to be changed."""
+        draft = self.table(table_id)
+        if not draft.changed:
+            draft.frames, draft.changed = draft.frames[:], True
+        return draft
 
-    def _hold(self, frame: int, holder: int) -> None:
-        self._holds.append((frame, holder))
-
-    def _drop(self, frame: int, holder: int) -> None:
-        self._drops.append((frame, holder))
+    def _charge(self, references: int, num_named: int = 0) -> None:
+        """Before an operation is done: what it costs, with so many references and blocks of the reserve it names."""
+        cost = references + OPERATION_REFERENCES * (1 + num_named)
+        if self._cost and self._cost + cost > MAX_STEP_REFERENCES:  # a table of any length can be forked and released
+            what = f"operations, releases and frees come to {self._cost + cost} references, but may come to"
+            raise self._violation(f"{what} {MAX_STEP_REFERENCES} in a step", "say the rest in further steps")
+        self._cost += cost
 
     def _violation(self, what: str, remedy: str) -> PagepoolError:
         return errors.protocol_violation(self._lease.lease_id, what, remedy)

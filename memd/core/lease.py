@@ -56,6 +56,7 @@ class Lease:
     reserved_ids: set[int] = field(default_factory=set)  # of tables to come: a worker's
     # By table: the frame of a sealed block that the worker has yet to copy into it; one reference of the lease.
     copy_sources: dict[int, int] = field(default_factory=dict)
+    kept_bytes: int = 0  # in its suspended tables
     last_step: int = 0
     answers: deque[StepOutcome] = field(default_factory=lambda: deque(maxlen=MAX_REPLAYED_STEPS))
     lost_because: str = ""

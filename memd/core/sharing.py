@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from memd.core import views
 from memd.core.clients import ClientLeases
-from memd.core.draft import Draft, Move
+from memd.core.draft import Draft
 from memd.core.operations import Fork, Truncate
+from memd.core.pending import Move
 from memd.core.state import PoolState
 from memd.core.values import BlockCopy, BlockRun, TableView
 from pagepool.errors import invalid_field

@@ -152,6 +152,7 @@ class PoolState:
     def resume_table(self, lease: Lease, table: Table, plan: Plan, now: float) -> None:
         """Give a suspended table blocks again, as `create_table` would; no prompt, so it does not count as a query."""
         self._fill(lease, table, plan, now)
+        lease.kept_bytes -= len(table.kept or b"")
         table.kept, table.touched = None, now
 
     def _fill(self, lease: Lease, table: Table, plan: Plan, now: float) -> None:
@@ -175,12 +176,11 @@ class PoolState:
 
     def release_table(self, table: Table, now: float) -> None:
         """End a table; its last block is released first."""
-        store = self.cut_store()
-        for frame in reversed(table.frames):
-            store.release(frame, table.table_id, now)
+        self.cut_store().release_all(table.frames[::-1], table.table_id, now)
         lease = self.leases[table.lease_id]
         self.copied(lease, table.table_id, now)
         self.promises.drop(table.table_id)
+        lease.kept_bytes -= len(table.kept or b"")
         del self.tables[table.table_id], lease.tables[table.table_id]
 
     def copied(self, lease: Lease, table_id: int, now: float) -> None:

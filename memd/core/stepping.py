@@ -10,7 +10,7 @@ from memd.core import errors
 from memd.core.admission import Admission
 from memd.core.block import TOKEN_BYTES
 from memd.core.draft import Draft
-from memd.core.lease import MAX_TABLES, Lease
+from memd.core.lease import Lease
 from memd.core.operations import Release
 from memd.core.remaps import Remaps
 from memd.core.state import PoolState, pack_words
@@ -23,7 +23,7 @@ from memd.core.values import (
     StepOutcome,
     TableRequest,
 )
-from pagepool.limits import MAX_SALT_BYTES, PRIORITY_RANGE, is_priority
+from pagepool.limits import MAX_SALT_BYTES, MAX_STEP_REQUESTS, PRIORITY_RANGE, is_priority
 
 MAX_RESERVED_IDS = 65_536
 """Table ids that a lease may have in reserve."""
@@ -88,6 +88,10 @@ class Stepper:
 
     def _plan(self, lease: Lease, step: Step) -> StepPlan:
         plan, written = StepPlan(), dict[int, int]()
+        requests = len(step.creates) + len(step.extends) + len(step.reserves)
+        if requests > MAX_STEP_REQUESTS:
+            what = f"creates, extends and reserves are {requests}, but may be {MAX_STEP_REQUESTS} in a step"
+            raise errors.protocol_violation(lease.lease_id, what, "ask for the rest in further steps")
         for commit in step.commits:
             plan.commits.append(self._plan_commit(lease, commit, written))
         if step.operations or step.releases or step.frees:
@@ -150,23 +154,27 @@ class Stepper:
                 self._running(lease, table_id)
             else:
                 draft.running(table_id)
-        resumed = [create.resume_table_id for create in step.creates if create.resume_table_id]
-        for index, table_id in enumerate(resumed):
-            table = draft.table(table_id).kept_bytes if draft is not None else self._own(lease, table_id).kept
-            if table is None or table_id in resumed[:index]:
-                what = f"table {table_id} is resumed, but not suspended"
-                raise errors.protocol_violation(lease.lease_id, what, "resume a suspended table, once")
+        resumed = self._resumed(lease, step, draft)
         sizes = (max(reserve.num_blocks, reserve.num_tables) for reserve in step.reserves)
         self._require_some(lease, sizes, "ask for blocks, table ids, or both")
-        used, forked = (0, 0) if draft is None else (draft.num_used_ids, draft.num_new_tables)
-        tables = len(lease.tables) + forked + len(step.creates) - len(resumed)
-        if tables > MAX_TABLES:
-            what = f"creates and forks come to {tables} tables, but a lease has at most {MAX_TABLES}"
-            raise errors.protocol_violation(lease.lease_id, what, "release some first")
+        if step.creates:
+            (draft or Draft(self._state, lease, {})).require_tables(len(step.creates) - len(resumed))
+        used = 0 if draft is None else draft.num_used_ids
         ids = len(lease.reserved_ids) - used + sum(reserve.num_tables for reserve in step.reserves)
         if ids > MAX_RESERVED_IDS:
             what = f"num_tables comes to {ids} unused table ids, but a lease has at most {MAX_RESERVED_IDS}"
             raise errors.protocol_violation(lease.lease_id, what, "use those that were granted")
+
+    def _resumed(self, lease: Lease, step: Step, draft: Draft | None) -> set[int]:
+        """The suspended tables that a step asks blocks for."""
+        resumed = set[int]()
+        for table_id in (create.resume_table_id for create in step.creates if create.resume_table_id):
+            kept = draft.table(table_id).kept_bytes if draft is not None else self._own(lease, table_id).kept
+            if kept is None or table_id in resumed:
+                what = f"table {table_id} is resumed, but not suspended"
+                raise errors.protocol_violation(lease.lease_id, what, "resume a suspended table, once")
+            resumed.add(table_id)
+        return resumed
 
     def _require_some(self, lease: Lease, counts: Iterable[int], remedy: str) -> None:
         for count in counts:

@@ -9,11 +9,11 @@ The life of a block:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from memd.core.accounts import Counters
 from memd.core.allocator import Allocator, Links
-from memd.core.block import FEW_HOLDERS, Blocks
+from memd.core.block import FEW_HOLDERS, Blocks, ManyHolders
 from memd.core.cached import CachedFrames, Retention
 from memd.core.errors import InvariantError
 from memd.core.prefix import PrefixIndex
@@ -117,6 +117,8 @@ class BlockStore:
                 held[frame] = holders
             elif len(known) < FEW_HOLDERS and type(known) is tuple:  # mostly; no call for it
                 held[frame] = known + holders
+            elif type(known) is ManyHolders:
+                known.add(holder)
             else:
                 add(frame, holder)
             touched[frame] = now
@@ -137,10 +139,16 @@ class BlockStore:
         A sealed block whose digest another block has in the index cannot be matched, so it is freed too; if that
         other block is gone by now, this one takes its place.
         """
+        self.release_all((frame,), holder, now)
+
+    def release_all(self, frames: Iterable[int], holder: int, now: float) -> None:
+        """As `release` of each of these blocks, in this order."""
+        for frame in self.blocks.drop_references(frames, holder, now):
+            self._end(frame)
+
+    def _end(self, frame: int) -> None:
+        """Nobody refers to a block any more."""
         blocks = self.blocks
-        blocks.touched[frame] = now
-        if not blocks.drop_reference(frame, holder):
-            return
         if blocks.prefixes[frame]:
             incumbent = self.index.frames.get(blocks.digests[frame])
             if incumbent is None:

@@ -8,6 +8,16 @@ MAX_SALT_BYTES = 64
 MAX_PRIORITY = 100
 """Priorities go from its negative to it; 0 is everybody's."""
 
+MAX_STEP_REFERENCES = 65_536
+"""What a worker's step may cost memd, in references to blocks that it adds or drops: some 50 ms, for others wait.
+
+Its operations, releases and freed blocks count; the first of them may cost more, for a table may have more blocks.
+"""
+OPERATION_REFERENCES = 16
+"""What each of these costs beside its references, and again for each block of the reserve that it names."""
+MAX_STEP_REQUESTS = 256
+"""Requests for blocks in a worker's step: each may match a long prompt, or look through all tables for one to yield."""
+
 PRIORITY_RANGE = f"from -{MAX_PRIORITY} to {MAX_PRIORITY}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
@@ -25,18 +25,22 @@ from tests.cpu.pool_model_values import SIZE
 def frees_a_block_twice(patch: pytest.MonkeyPatch) -> None:
     """Counts without asking who holds, and a release that drops the table's first block once more."""
 
-    def drop_reference(self: Blocks, frame: int, holder: int) -> bool:
-        self.holders[frame] = self.holders[frame][1:]
-        return not self.holders[frame]
+    def drop_references(self: Blocks, frames: Iterable[int], holder: int, now: float) -> list[int]:
+        dropped = []
+        for frame in frames:
+            self.holders[frame] = self.holders[frame][1:]
+            if not self.holders[frame]:
+                dropped.append(frame)
+        return dropped
 
     def release(self: Draft, table_id: int) -> None:
         frames = self.table(table_id).frames
         original(self, table_id)
-        if frames and self._num_holders(frames[0]):
-            self._drop(frames[0], table_id)
+        if frames and self._references.num_holders(frames[0]):
+            self._references.drop(frames[:1], table_id)
 
     original = Draft._release
-    patch.setattr(Blocks, "drop_reference", drop_reference)
+    patch.setattr(Blocks, "drop_references", drop_references)
     patch.setattr(Draft, "_release", release)
 
 
@@ -55,7 +59,7 @@ def leaks_a_share(patch: pytest.MonkeyPatch) -> None:
     """A released table keeps its references to the blocks that it had matched."""
 
     def release(self: Draft, table_id: int) -> None:
-        draft = self.table(table_id)
+        draft = self._changing(table_id)
         del draft.frames[: draft.cached_tokens // SIZE]
         original(self, table_id)
 
@@ -103,7 +107,7 @@ def releases_heads_first(patch: pytest.MonkeyPatch) -> None:
     """Prefixes are eaten from their beginning."""
 
     def release(self: Draft, table_id: int) -> None:
-        self.table(table_id).frames.reverse()
+        self._changing(table_id).frames.reverse()
         original(self, table_id)
 
     original = Draft._release
@@ -137,8 +141,9 @@ def forks_without_counting(patch: pytest.MonkeyPatch) -> None:
 
     def fork(self: Draft, operation: Fork) -> None:
         original(self, operation)
-        if self._holds:
-            del self._holds[-1]
+        if self._references._holds:
+            frames, holder = self._references._holds[-1]
+            self._references._holds[-1] = frames[:-1], holder
 
     original = Draft._fork
     patch.setattr(Draft, "_fork", fork)
@@ -156,7 +161,7 @@ def drops_what_was_never_written(patch: pytest.MonkeyPatch) -> None:
         draft = self.table(cut.table_id)
         original(self, cut)
         for frame in reversed(draft.frames[-(-cut.num_tokens // SIZE) :]):
-            self._drop(frame, cut.table_id)
+            self._references.drop([frame], cut.table_id)
             draft.frames.remove(frame)
 
     original = Draft._truncate

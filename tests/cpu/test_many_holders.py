@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from memd.core import clients, stepping
+from memd.core import clients, draft, stepping
 from memd.core.block import FEW_HOLDERS, Blocks, ManyHolders
 from memd.core.errors import InvariantError
 from memd.core.geometry import Geometry
@@ -94,8 +94,10 @@ def test_references_are_counted_alike_however_many_there_are(seed: int) -> None:
 def seconds_to_fork_and_release(worker: Worker, table: int, count: int) -> float:
     new = worker.ids(count)
     begin = time.process_time()
-    worker.step(operations=[Fork(table, one) for one in new])
-    worker.step(releases=new)
+    for first in range(0, count, 2000):
+        worker.step(operations=[Fork(table, one) for one in new[first : first + 2000]])
+    for first in range(0, count, 2000):
+        worker.step(releases=new[first : first + 2000])
     return time.process_time() - begin
 
 
@@ -138,7 +140,7 @@ def test_a_client_has_so_many_tables_and_no_more(pool: Pool, monkeypatch: pytest
 
 
 def test_a_worker_has_so_many_tables_and_no_more(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepping, "MAX_TABLES", 3)
+    monkeypatch.setattr(draft, "MAX_TABLES", 3)
     table, new = worker.table(1), worker.ids(5)
     worker.step(operations=[Fork(table, new[0]), Fork(table, new[1])])
     # One is released in the step that makes another, by fork or by request.

@@ -69,8 +69,8 @@ class WorkerServiceServicer:
         FAILED_PRECONDITION / PROTOCOL_VIOLATION: a step, commit or operation that cannot be (unknown table, tokens beyond
         the table's blocks or into a block that another table has too, a block or table id that is not in the reserve, a
         suspended table in use or resumed twice, step ids not rising, a Remap acknowledged that never was, a field of it
-        outside its limits), or a message out of its place; nothing of that step was applied, and the lease is lost; mend
-        the worker.
+        outside its limits), a step that is too large (see Step), or a message out of its place; nothing of that step was
+        applied, and the lease is lost; mend the worker.
         PERMISSION_DENIED / READ_ONLY_LISTENER: it came over TCP; use the Unix socket.
         UNAVAILABLE / DRAINING: memd is stopping; drop the mapping, attach again after RetryInfo.
         """
