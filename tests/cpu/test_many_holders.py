@@ -94,10 +94,10 @@ def test_references_are_counted_alike_however_many_there_are(seed: int) -> None:
 def seconds_to_fork_and_release(worker: Worker, table: int, count: int) -> float:
     new = worker.ids(count)
     begin = time.process_time()
-    for first in range(0, count, 2000):
-        worker.step(operations=[Fork(table, one) for one in new[first : first + 2000]])
-    for first in range(0, count, 2000):
-        worker.step(releases=new[first : first + 2000])
+    for first in range(0, count, 1000):
+        worker.step(operations=[Fork(table, one) for one in new[first : first + 1000]])
+    for first in range(0, count, 1000):
+        worker.step(releases=new[first : first + 1000])
     return time.process_time() - begin
 
 
