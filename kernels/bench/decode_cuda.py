@@ -109,7 +109,9 @@ class Cell:
 def trace(cell: Cell, tuning: Tuning, timer: Timer) -> str:
     """When CTAs begin, have their first and last tile and are done: us after the first begins; least, median, most."""
     stamps = torch.zeros(1024, 4, dtype=torch.int64, device="cuda")
-    decode = cell.kernel(Tuning(**{**{f: getattr(tuning, f) for f in tuning.__slots__}, "extra": ("TRACE",)}))
+    decode = cell.kernel(
+        Tuning(**{**{f: getattr(tuning, f) for f in tuning.__slots__}, "extra": ("TRACE", *tuning.extra)})
+    )
     timer(cell.call(decode, stamps.data_ptr()))
     used = stamps[stamps[:, 1] > 0].double() / 1e3
     used -= used[:, 0].min()

@@ -148,7 +148,7 @@ def test_a_captured_graph_samples_what_its_buffers_hold_now(device: CudaDevice) 
         rig.sampler.sample(logits, records.data_ptr(), out.data_ptr())
     for kind in KINDS:
         drawn = logits_of(kind, (8, QWEN), generator).bfloat16()
-        rows = [replace(some_row(generator), position=step) for step in range(8)]
+        rows = [some_row(generator)._replace(position=step) for step in range(8)]
         rows = [Row(replace(row.sampling, top_p=1.0), row.position) for row in rows]
         logits.copy_(drawn)
         records.copy_(packed(rows))

@@ -44,7 +44,8 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 constexpr int kCopyArrivals = kBulk ? 1 : 33;
 
 // K and V are read once: as the first to be evicted they leave in L2 what else is there, which need not be written back
-// then. Measured on an H200: 3 to 5 us less at 134 MB, as good at 268 MB, 3 to 5 us more at 537 MB.
+// then. Measured on an H200: 3 us less at 134 MB, as good at 268 MB, 7 us more at 537 MB. Where that does not pay there
+// is no hint at all: a policy of evict_normal takes 9 us more than none (decode_h200.md).
 constexpr int kStreamedTiles = (384 << 20) / (2 * kTileBytes);
 
 #if BULK
@@ -61,29 +62,19 @@ __device__ __forceinline__ uint64_t streamed_policy() {
   return policy;
 }
 
-__device__ __forceinline__ uint64_t normal_policy() {
-  uint64_t policy = 0;
-#if KV_HINT
-  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-#endif
-  return policy;
-}
-
-// One thread: `bytes` (a multiple of 16), read once by the whole device, so that L2 need not keep them.
+// One thread: `bytes`, a multiple of 16. `policy`: how L2 keeps them, 0: as it likes.
 __device__ __forceinline__ void copy_run(void* to, const void* from, uint32_t bytes, uint64_t* barrier,
                                          uint64_t policy) {
-#if KV_HINT
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-          shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
-#else
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-#endif
+  if (policy)
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy) : "memory");
+  else
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
 }
 #else
 __device__ __forceinline__ uint64_t streamed_policy() { return 0; }
-__device__ __forceinline__ uint64_t normal_policy() { return 0; }
 
 // A warp: `bytes`, 16 a lane and turn.
 __device__ __forceinline__ void copy_run(void* to, const void* from, uint32_t bytes, int lane) {

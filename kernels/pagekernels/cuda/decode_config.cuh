@@ -27,7 +27,10 @@ constexpr int kPending = 2;                   // pairs that a range shares: at e
 constexpr int kColumnTiles = kDim / 8;
 constexpr int kLoads = !kBulk ? 1 : kSlots < 8 ? kSlots : 8;  // tiles whose copies lanes start side by side
 
-static_assert(kDim % 16 == 0 && kDim <= 256 && kBlock % 8 == 0 && kRows <= 16 && kSlots >= kStreams, "see decode.py");
+static_assert(kDim % 16 == 0 && kDim <= 256 && kBlock % 8 == 0 && kRows <= 16, "see decode_shape.py");
+// A slot belongs to one stream: a warp of another could come to wait for its second round while the first is still on its
+// way, and take the round before that, which has the same parity, for the one it waits for.
+static_assert(kSlots % kStreams == 0, "see decode_shape.py");
 
 // Column tiles (of 8) that warps exchange at a time when they merge: what fits into some 20 KB.
 constexpr int exchanged_tiles() {

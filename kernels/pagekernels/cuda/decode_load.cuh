@@ -221,7 +221,7 @@ __device__ void load_all(const DecodeParams& p, Shared& shared, const Record& re
   Ring ring = {0, 0};
   int number = 0, item = 0;
   const RangeInfo info = begin_range(p, walk, record, lane);
-  const uint64_t policy = info.all_items <= kStreamedTiles ? streamed_policy() : normal_policy();
+  const uint64_t policy = info.all_items <= kStreamedTiles ? streamed_policy() : 0;
   while (walk.left > 0) {
     const int end = min(walk.sequence.last_tile, walk.tile + walk.left);
     const Segment segment = describe(walk, info, end, item);

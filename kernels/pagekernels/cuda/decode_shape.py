@@ -14,8 +14,8 @@ MAX_GROUP = 16
 TILE = 16
 """Tokens that a warp takes at a time; rows of a tensor core tile."""
 
-MAX_SLOT_BYTES = 192 * 1024
-"""More in flight than this gains nothing."""
+MAX_SLOT_BYTES = 128 * 1024
+"""Of K and V in flight for a thread block: at head_dim 128 more gains nothing, as less does up to a third."""
 
 _SEGMENTS, _PENDING = 2, 2
 _SEGMENT_BYTES = 52
@@ -107,9 +107,20 @@ class DecodeShape:
         return -(-raw // 128) * 128
 
     def most_slots(self, streams: int, limit: int) -> int:
-        """Slots that fit into `limit` bytes of shared memory: whole rounds of the streams where there are several."""
-        slots = (limit - 128 - self.fixed_bytes(streams * self.query_tiles)) // (self.slot_bytes + 28)
-        return slots // streams * streams if slots >= 2 * streams else slots
+        """Slots that fit into `limit` bytes of shared memory."""
+        return (limit - 128 - self.fixed_bytes(streams * self.query_tiles)) // (self.slot_bytes + 28)
+
+    def cut(self, tuning: Tuning, limit: int) -> tuple[int, int]:
+        """(streams, slots) for `limit` bytes of shared memory: two rounds of slots or more, and only whole rounds.
+
+        Raises ValueError if not even one stream finds room.
+        """
+        wanted = tuning.slots or max(MAX_SLOT_BYTES // self.slot_bytes, 12)
+        for streams in range(tuning.streams or self.default_streams, 0, -1):
+            slots = min(wanted, self.most_slots(streams, limit))
+            if slots >= 2 * streams or slots >= streams == tuning.streams:
+                return streams, slots // streams * streams
+        raise ValueError(f"two tiles of K and V, {2 * self.slot_bytes} bytes, exceed {limit} of shared memory")
 
 
 def can_take(layout: PagedLayout, layer: int, num_q_heads: int, max_query_tokens: int) -> bool:
@@ -138,9 +149,7 @@ def fitted(shape: DecodeShape, shared_limit: int) -> DecodeShape:
 def defines(shape: DecodeShape, tuning: Tuning, arch: str, shared_limit: int) -> dict[str, int | str]:
     """The macros of decode.cu (decode_config.cuh) for a device with `shared_limit` bytes for a thread block."""
     shape = fitted(shape, shared_limit)
-    streams = tuning.streams or shape.default_streams
-    streams = streams if shape.most_slots(streams, shared_limit) >= streams else 2
-    slots = tuning.slots or min(shape.most_slots(streams, shared_limit), MAX_SLOT_BYTES // shape.slot_bytes)
+    streams, slots = shape.cut(tuning, shared_limit)
     return {
         "HEAD_DIM": shape.head_dim,
         "BLOCK_SIZE": shape.block_size,
