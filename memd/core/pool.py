@@ -209,7 +209,10 @@ class Pool:
         """Apply a batch and renew the lease. After a PROTOCOL_VIOLATION call `fail_lease`; nothing was applied."""
         lease = self._workers.find(lease_id, now)
         lease.renew(now)
-        return self._changed(self._stepper.apply(lease, step, now))
+        outcome = self._stepper.apply(lease, step, now)
+        if lease.replaying:
+            self.victims.tell_granted_again(lease, outcome.grants)
+        return self._changed(outcome)
 
     def stream_broken(self, lease_id: int) -> None:
         """The worker's stream ended without Detach: DETACHED until its deadline, then LOST. Ignored if it has ended."""

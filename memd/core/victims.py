@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from memd.core.lease import Lease
 from memd.core.state import PoolState
 from memd.core.table import Table
-from memd.core.values import LeaseState
+from memd.core.values import Grant, LeaseState
 from memd.core.waiting import Asker, Rank
 
 YIELD_S = 10.0
@@ -57,11 +58,17 @@ class Victims:
         self._untold: list[Table] = []
 
     def for_growth(self, asker: Asker, missing: int, now: float) -> None:
-        """A table lacks so many blocks: less urgent ones yield, as many as are needed; if there are none, it does."""
+        """A table lacks so many blocks: less urgent ones yield, as many as are needed, those that free none left out.
+
+        If none of them frees any, the least urgent one that shares blocks with the table yields: what it leaves to the
+        table alone is written without a copy, and is freed with the last that has it. If there is none, it itself does.
+        """
         candidates = [table for table in self._candidates() if rank_of(table) > asker.rank]
         named, enough = self._choose(candidates, missing, now)
-        if not candidates and not enough:
-            named = [self._state.tables[asker.table_id]]
+        if not named and not enough:
+            table = self._state.tables[asker.table_id]
+            shared = set(table.frames)
+            named = [next((one for one in candidates if not shared.isdisjoint(one.frames)), table)]
         self._name(named, now)
 
     def for_creation(self, asker: Asker, missing: int, now: float) -> None:
@@ -75,13 +82,17 @@ class Victims:
         """The worker of these tables is back; it may not have heard."""
         self._untold += [table for table in tables if table.yielding_since is not None]
 
+    def tell_granted_again(self, lease: Lease, grants: Iterable[Grant]) -> None:
+        """Grants are repeated: before, a worker that had not read them could not know which tables were meant."""
+        self.tell_again(filter(None, (lease.tables.get(grant.table_id) for grant in grants)))
+
     def take_news(self) -> list[tuple[int, int]]:
         """(lease id, table id) of tables that have to yield, to be told to their live workers; each once."""
         if not self._untold:
             return []
-        told = [(table.lease_id, table.table_id) for table in self._untold if self._can_yield(table)]
+        told = {table.table_id: table for table in self._untold if self._can_yield(table)}
         self._untold.clear()
-        return told
+        return [(table.lease_id, table_id) for table_id, table in told.items()]
 
     def _can_yield(self, table: Table) -> bool:
         there = self._state.tables.get(table.table_id) is table and table.yielding_since is not None

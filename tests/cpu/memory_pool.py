@@ -42,10 +42,12 @@ class MemoryPool:
 
     def __init__(self, pool: Pool, signal: threading.Event, *, takes_remaps: bool = False) -> None:
         self.pool, self.signal = pool, signal
-        self.lease_id = pool.attach("worker", f"lock-{pool.num_leases}", 1e9, 0.0).lease.lease_id
+        self._lock, self._takes_remaps = f"lock-{pool.num_leases}", takes_remaps
+        self.lease_id = pool.attach("worker", self._lock, 1e9, 0.0).lease.lease_id
         if takes_remaps:
             pool.remaps.listen(self.lease_id, 0.0)
         self.held = self.fenced = False
+        self._num_answered = 0
         self.steps: list[Step] = []
         self.on_step: Callable[[Step], None] = lambda step: None
         self.grants: dict[int, Grant] = {}
@@ -61,7 +63,12 @@ class MemoryPool:
     def submit(self, step: Step) -> None:
         self.steps.append(step)
         self.on_step(step)
-        answer = self.pool.step(self.lease_id, _core_step(len(self.steps), step), 0.0)
+        self._answer(len(self.steps))
+        if not self.held:
+            self.deliver()
+
+    def _answer(self, step_id: int) -> None:
+        answer = self.pool.step(self.lease_id, _core_step(step_id, self.steps[step_id - 1]), 0.0)
         for each in answer.grants:
             run = each.blocks
             ids, entries, source = run.block_ids, run.entries, each.copy_source
@@ -73,25 +80,44 @@ class MemoryPool:
             pending = no.reason is values.RefusalReason.PREFIX_PENDING
             self._late.append(Refusal(no.ref, never, no.available_blocks, no.total_blocks, pending, no.pinned_blocks))
         self._late += [Remap(*astuple(news)) for news in self.pool.remaps.take_news(self.lease_id)]
-        if not self.held:
-            self.deliver()
 
     def deliver(self) -> None:
         """Let the answers through."""
         self._events += self._late
         self._late.clear()
+        self._num_answered = len(self.steps)
         self.signal.set()
+
+    def break_stream(self) -> None:
+        """Answers that are held go down with it."""
+        self.pool.stream_broken(self.lease_id)
+        self._late.clear()
+
+    def reclaim(self) -> None:
+        """A new stream takes the lease back, hears what there is, and repeats the steps that were not answered."""
+        pool = self.pool
+        assert pool.attach("worker", self._lock, 1e9, 0.0, (pool.epoch, self.lease_id)).reclaimed
+        if self._takes_remaps:
+            pool.remaps.listen(self.lease_id, 0.0)
+        self._hear_news()
+        for step_id in range(self._num_answered + 1, len(self.steps) + 1):
+            self._answer(step_id)
+            self.deliver()
+            self._hear_news()
 
     def say(self, event: PoolEvent) -> None:
         self._events.append(event)
         self.signal.set()
 
+    def _hear_news(self) -> None:
+        news: list[tuple[int, PoolEvent]] = [(lease, Victim(table)) for lease, table in self.pool.victims.take_news()]
+        news += [(lease, Capacity(blocks)) for lease, blocks in self.pool.take_capacity_news()]
+        for lease, event in news:
+            if (session := self._of_pool[self.pool].get(lease)) is not None:
+                session.say(event)
+
     def poll(self) -> list[PoolEvent]:
-        sessions = self._of_pool[self.pool]
-        for lease, table in self.pool.victims.take_news():
-            sessions[lease].say(Victim(table))
-        for lease, blocks in self.pool.take_capacity_news():
-            sessions[lease].say(Capacity(blocks))
+        self._hear_news()
         events = list(self._events)
         self._events.clear()
         return events

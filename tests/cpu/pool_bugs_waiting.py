@@ -6,7 +6,10 @@ import pytest
 
 from memd.core.draft import Draft
 from memd.core.operations import Suspend
-from memd.core.waiting import Waiting
+from memd.core.pool import Pool
+from memd.core.values import Step, StepOutcome
+from memd.core.victims import Victims, rank_of
+from memd.core.waiting import Asker, Waiting
 
 
 def forgets_the_tokens_to_come(patch: pytest.MonkeyPatch) -> None:
@@ -37,3 +40,29 @@ def grants_what_others_claim(patch: pytest.MonkeyPatch) -> None:
 def tells_nobody_that_there_are_blocks(patch: pytest.MonkeyPatch) -> None:
     """Who was refused never asks again."""
     patch.setattr(Waiting, "_is_news", lambda self, hunger: False)
+
+
+def tells_no_victim_after_a_repeated_answer(patch: pytest.MonkeyPatch) -> None:
+    """The worker has heard of it only before it knew the table."""
+
+    def step(self: Pool, lease_id: int, step: Step, now: float) -> StepOutcome:
+        victims = list(self.victims._untold)
+        outcome = original(self, lease_id, step, now)
+        if self._state.leases[lease_id].replaying:
+            self.victims._untold[:] = victims
+        return outcome
+
+    original = Pool.step
+    patch.setattr(Pool, "step", step)
+
+
+def names_nobody_where_all_is_shared(patch: pytest.MonkeyPatch) -> None:
+    """Tables that have nothing for themselves wait for each other, for good."""
+
+    def for_growth(self: Victims, asker: Asker, missing: int, now: float) -> None:
+        candidates = [table for table in self._candidates() if rank_of(table) > asker.rank]
+        if not candidates or self._choose(candidates, missing, now)[0]:
+            original(self, asker, missing, now)
+
+    original = Victims.for_growth
+    patch.setattr(Victims, "for_growth", for_growth)

@@ -117,6 +117,13 @@ class PoolMachine(RuleBasedStateMachine):
             self.model.remaps.listen(attached.lease.lease_id, self.now)
         return attached.lease.lease_id
 
+    def reclaim(self, lease: int) -> None:
+        """A worker's stream breaks, and it takes its lease back if that can be."""
+        known = self.model.leases[lease]
+        self.pool.stream_broken(lease)
+        known.state = LeaseState.DETACHED if known.state is LeaseState.LIVE else known.state
+        self.attach_worker(known.lock, (7, lease))
+
     def send(self, lease: int, step: Step) -> None:
         def actual() -> Any:
             return self.plain(self.pool.step(lease, step, self.now))

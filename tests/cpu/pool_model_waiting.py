@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memd.core.values import LeaseState
 from memd.core.victims import YIELD_S
@@ -82,8 +82,8 @@ class Waiting:
         self.claim(who, count, now + max(CLAIM_S, min(2 * (now - lease.stepped), lease.ttl)))
         candidates = [one for one in self.candidates() if self.rank(one) > who.rank]
         chosen = self.choose(candidates, missing, now)
-        if not candidates and self.freed(self.yielding(now)) < missing:
-            chosen = [who.table]
+        if not chosen and self.freed(self.yielding(now) | set(candidates)) < missing:
+            chosen = [one for one in candidates if self.share(one, who.table)][:1] or [who.table]
         self.name(chosen, now)
 
     def claim_table(self, who: Who, missing: int, now: float) -> None:
@@ -91,6 +91,9 @@ class Waiting:
         candidates = [one for one in self.candidates() if self.rank(one)[0] > who.rank[0]]
         if self.freed(self.yielding(now) | set(candidates)) >= missing:
             self.name(self.choose(candidates, missing, now), now)
+
+    def share(self, one: int, other: int) -> bool:
+        return not set(self.model.tables[one].blocks).isdisjoint(self.model.tables[other].blocks)
 
     def candidates(self) -> list[int]:
         tables = self.model.tables
@@ -131,9 +134,15 @@ class Waiting:
         own = [one for one, table in self.model.tables.items() if table.lease == lease_id]
         self.untold += [one for one in own if self.model.tables[one].yielding is not None]
 
+    def answered_again(self, lease_id: int, answers: list[Any]) -> None:
+        """What it has to yield of that, it may have heard before it knew of it."""
+        tables, granted = self.model.tables, [answer[2] for answer in answers if answer[0] == "grant"]
+        own = [one for one in granted if one in tables and tables[one].lease == lease_id]
+        self.untold += [one for one in own if tables[one].yielding is not None]
+
     def victim_news(self) -> list[tuple[int, int]]:
         tables = self.model.tables
-        told = [one for one in self.untold if one in tables and tables[one].yielding is not None]
+        told = {one for one in self.untold if one in tables and tables[one].yielding is not None}
         self.untold = []
         return [(tables[one].lease, one) for one in told if self.is_live(tables[one].lease)]
 

@@ -61,6 +61,7 @@ class Workers:
             recent = list(lease.answers)[-MAX_REPLAYED_STEPS:]
             if step.step_id not in recent:
                 raise Refused(Reason.PROTOCOL_VIOLATION)
+            self.model.waiting.answered_again(lease_id, lease.answers[step.step_id])
             return self.model.remaps.as_of_now(lease, lease.answers[step.step_id])
         if step.step_id != lease.last_step + 1 or not self.lawful(lease_id, step):
             raise Refused(Reason.PROTOCOL_VIOLATION)

@@ -52,6 +52,22 @@ class WaitingRules(PoolMachine):
                 self.suspend(table.lease, one, data)
         self.capacity_news()
 
+    @rule(back=st.integers(1, 4), data=st.data())
+    def who_has_to_yield_comes_back(self, back: int, data: st.DataObject) -> None:
+        """It hears what there is, and repeats its last steps, after each of which it hears what there is."""
+        leases = {table.lease for table in self.model.tables.values() if table.yielding is not None}
+        live = sorted(filter(self.model.waiting.is_live, leases))
+        if not live:
+            return
+        lease = data.draw(st.sampled_from(live))
+        self.reclaim(lease)
+        known = self.model.leases[lease]
+        self.capacity_news()
+        for step_id in range(max(known.last_step + 1 - back, 1), known.last_step + 1):
+            if known.state is LeaseState.LIVE:
+                self.send(lease, Step(step_id))
+                self.capacity_news()
+
     @rule(data=st.data())
     def worker_suspends(self, data: st.DataObject) -> None:
         lease = self.worker(data)

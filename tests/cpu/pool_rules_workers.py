@@ -85,10 +85,7 @@ class WorkerRules(PoolMachine):
     def worker_reclaims_and_repeats(self, back: int, data: st.DataObject) -> None:
         lease = self.worker(data)
         known = self.model.leases.get(lease)
-        if known is None or not known.worker:
-            return
-        self.pool.stream_broken(lease)
-        known.state = LeaseState.DETACHED if known.state is LeaseState.LIVE else known.state
-        self.attach_worker(known.lock, (7, lease))
-        if known.state is LeaseState.LIVE:
-            self.send(lease, Step(known.last_step + 1 - back))
+        if known is not None and known.worker:
+            self.reclaim(lease)
+            if known.state is LeaseState.LIVE:
+                self.send(lease, Step(known.last_step + 1 - back))

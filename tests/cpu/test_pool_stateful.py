@@ -47,6 +47,8 @@ from tests.cpu.pool_bugs_waiting import (
     forgets_the_tokens_to_come,
     grants_what_others_claim,
     lets_the_suspended_keep_a_block,
+    names_nobody_where_all_is_shared,
+    tells_no_victim_after_a_repeated_answer,
     tells_nobody_that_there_are_blocks,
 )
 from tests.cpu.pool_machine import PoolMachine
@@ -145,6 +147,8 @@ BUGS: list[tuple[type[PoolMachine], list[Callable[[pytest.MonkeyPatch], None]]]]
             forgets_the_tokens_to_come,
             grants_what_others_claim,
             tells_nobody_that_there_are_blocks,
+            tells_no_victim_after_a_repeated_answer,
+            names_nobody_where_all_is_shared,
         ],
     ),
 ]

@@ -82,6 +82,36 @@ def test_what_only_those_have_that_yield_together_is_freed(pool: Pool, one: Work
     assert grows(two, old, 4)
 
 
+def test_of_tables_that_free_nothing_the_least_urgent_that_shares_with_the_asker_yields(
+    pool: Pool, one: Worker, two: Worker
+) -> None:
+    """Until the asker has its blocks alone; then there is nobody left but itself."""
+    first, second = one.table([1] * (3 * B + 1), 4, arrival=1.0), one.table([2] * (3 * B), 8, arrival=2.0)
+    (grant,) = one.step(reserves=[ReserveRequest(0, 3)]).grants
+    forks = [grant.table_id, grant.table_id + 1, grant.table_id + 2]
+    origins = [first, first, second]
+    one.step(operations=[Fork(origin, fork) for origin, fork in zip(origins, forks, strict=True)])
+    pool.prefixes.pin(PinRequest([2] * (3 * B), 50.0, pinned=True), 1.0)
+    assert not grows(one, first, 9)
+    assert named(pool) == {second, forks[2]}, "together they free what is not pinned"
+    assert not grows(one, first, 9)
+    assert named(pool) == {forks[1]}, "the first has all that they have"
+    one.suspend(forks[1])
+    assert not grows(one, first, 9)
+    assert named(pool) == {forks[0]}
+    assert not grows(one, first, 9)
+    assert named(pool) == {first}
+
+
+def test_a_table_that_shares_only_with_others_is_spared(pool: Pool, one: Worker, two: Worker) -> None:
+    oldest, old = one.table([1] * (4 * B), 6, arrival=1.0), table(two, 2.0, 6)
+    (grant,) = one.step(creates=[TableRequest([1] * (4 * B + 1), 4, arrival=3.0)]).grants
+    assert grant.cached_tokens == 4 * B
+    assert not grows(two, old, 1)
+    assert named(pool) == {old}
+    assert not pool.table(oldest, 1.0).suspended
+
+
 def test_pinned_blocks_come_back_to_nobody(pool: Pool, one: Worker, two: Worker) -> None:
     prompt = [1] * (4 * B)
     pinned, old, young = one.table(prompt, 4, arrival=3.0), table(two, 1.0, 4), table(two, 2.0, 4)
@@ -111,6 +141,34 @@ def test_a_worker_that_is_back_is_told_again(pool: Pool, one: Worker, two: Worke
     assert pool.victims.take_news() == []
     assert pool.attach("two", "two", 100.0, 2.0, (7, two.lease)).reclaimed
     assert pool.victims.take_news() == [(two.lease, young)]
+
+
+def test_what_a_repeated_answer_grants_is_named_after_it(pool: Pool, one: Worker, two: Worker) -> None:
+    """A worker whose stream broke before it read its grant cannot know the table that it is told at once."""
+    old = table(one, 1.0, 6)
+    step = Step(two.steps + 1, creates=[TableRequest((), 6, arrival=2.0)])
+    (grant,) = pool.step(two.lease, step, 1.0).grants
+    pool.stream_broken(two.lease)
+    assert pool.attach("two", "two", 100.0, 2.0, (7, two.lease)).reclaimed
+    assert not grows(one, old, 1, now=2.0)
+    victim = [(two.lease, grant.table_id)]
+    assert pool.victims.take_news() == victim
+    assert pool.step(two.lease, step, 2.0).grants == [grant]
+    assert pool.victims.take_news() == victim
+    assert pool.step(two.lease, Step(step.step_id + 1), 2.0).grants == []
+    assert pool.victims.take_news() == [], "what is new has been read"
+
+
+def test_a_table_that_a_repeated_answer_grants_is_named_once_with_it(pool: Pool, one: Worker, two: Worker) -> None:
+    old = table(one, 1.0, 6)
+    step = Step(two.steps + 1, creates=[TableRequest((), 3, ref=ref, arrival=2.0 + ref) for ref in (0, 1)])
+    kept, young = pool.step(two.lease, step, 1.0).grants
+    grows(one, old, 1)
+    pool.stream_broken(two.lease)
+    assert pool.attach("two", "two", 100.0, 2.0, (7, two.lease)).reclaimed
+    assert len(pool.step(two.lease, step, 2.0).grants) == 2
+    assert pool.victims.take_news() == [(two.lease, young.table_id)]
+    assert not pool.table(kept.table_id, 2.0).suspended
 
 
 def test_who_does_not_yield_in_time_or_dies_is_not_counted_on(pool: Pool, one: Worker, two: Worker) -> None:
