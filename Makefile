@@ -84,8 +84,8 @@ proto-check: $(VENV)/.dev ## Lint the protos, prove the stubs fresh, and refuse 
 	@tag=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null); if [ -n "$$tag" ]; then \
 	  $(BIN)/buf breaking --against ".git#tag=$$tag"; else echo "proto-check: no release tag yet, so nothing to break"; fi
 
-bench-cpu: $(VENV)/.dev $(VENV)/.kernels ## Compare with transformers on this CPU, and measure memd
-	@$(BIN)/python clients/bench/cpu.py
+bench-cpu: $(VENV)/.dev $(VENV)/.kernels ## Compare with transformers (and vLLM, VLLM_PYTHON=...) on this CPU, and measure memd
+	@$(BIN)/python clients/bench/cpu.py --vllm-python '$(VLLM_PYTHON)'
 
 bench-static: $(VENV)/.dev $(VENV)/.kernels ## Compare with a contiguous cache of the maximum length for each request
 	@$(BIN)/python clients/bench/static.py

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
 
 import daemons
+from memory import POOL_FILES, proportional_mb
 
 from pagekernels.layout import Format, LayerShape, PagedLayout
 from pagepool.pool_values import Commit, Grant, Step, TableRequest
@@ -21,18 +21,6 @@ STEPS = 10_000
 WINDOW = 256  # steps in flight
 LOOK_S = 0.005  # how often the client looks for answers: rarely, so that its looking costs nothing
 TINY = PagedLayout(16, (LayerShape(1, 1, 1),), Format.F32)
-
-
-def proportional_mb(pid: int, without: str) -> float:
-    """PSS of a process in MB, without the mappings of files whose path contains `without`."""
-    total, counts = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        head = line.split(maxsplit=5)
-        if not head[0].endswith(":"):
-            counts = len(head) < 6 or without not in head[5]
-        elif counts and line.startswith("Pss:"):
-            total += int(head[1])
-    return total / 1024
 
 
 def unary(client: PoolClient) -> tuple[float, float]:
@@ -100,5 +88,5 @@ def report() -> None:
         print(f"Attach steps, 16 commits each  {steps_per_second(session):9,.0f} /s     (bound: at least 2,000)")
         fill(session)
         held = client.pool().usage.held_blocks
-        resident = proportional_mb(child.pid, "pagepool-")
+        resident = proportional_mb([child.pid], POOL_FILES)
         print(f"memory beside the pool, {held:,} blocks held {resident:6.1f} MB     (bound: under 120)")
