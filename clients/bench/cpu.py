@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import statistics
 import sys
 import threading
@@ -196,7 +197,9 @@ def compare(sides: Sides, rounds: int, bounds: Bounds) -> None:
     seen = inside(sides.ours, lambda: our_seconds(sides.ours, prompts.many(), MANY["new"]))
     report_parts(sides, MANY["new"], first, seconds, seen.forward)
     said = bounds.most(f"{sides.dtype}, outside the forward", 1 - seen.forward, BOUNDS["outside"])
-    print(f"{sides.dtype:9} of a step outside the model's forward, batch 16: {1 - seen.forward:.1%}   {said}")
+    print(
+        f"{sides.dtype:9} of a step outside the model's forward, all streams at once: {1 - seen.forward:.1%}   {said}"
+    )
     said = bounds.most(f"{sides.dtype}, unary calls to memd", seen.unary_calls, 0)
     print(f"{sides.dtype:9} unary calls to memd in {seen.steps} steps: {seen.unary_calls}   {said}", flush=True)
 
@@ -257,6 +260,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Print all figures, or those of one part."""
     options, bounds = parse(), Bounds()
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))  # daemons and peers are ended on the way out
     print(f"{hardware()}; {options.threads} threads each side, {options.rounds} rounds\n")
     if options.only != "memd":
         print(f"tokens/s {'':25} {'peer':15} {'':8} {'pagepool':>9} {'ratio':>8}", flush=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -85,7 +87,8 @@ def _started(command: Sequence[str], log: Path) -> Iterator[Peer]:
             try:
                 process.wait(30)
             except subprocess.TimeoutExpired:
-                process.kill()
+                for pid in reversed(memory.tree(process.pid)):
+                    os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager
