@@ -26,12 +26,12 @@ class BlockTables:
     """The tables of one lease, by id. Not thread-safe.
 
     A block is written only by a table that nobody shares it with: `prepare` replaces what others have too, and returns
-    the copies that the caller must launch, on the stream that writes, before the append that it prepares. Whatever
-    raises ReserveShortError or ValueError has changed nothing.
+    the copies that the caller must launch, on the stream that writes, before the append that it prepares. It must say
+    when they are over, by `copied`: memd hears of nothing that was done after them before. Whatever raises
+    ReserveShortError or ValueError has changed nothing.
 
-    What memd hears of a block that nobody has any more, it may grant to somebody else at once. So when steps are sent,
-    nothing may be in flight that reads or writes a block that they drop: no step of a released or truncated table, and
-    no copy from a block of it.
+    What memd hears of a block that nobody has any more, it may grant to somebody else at once. So no table is released,
+    suspended or truncated while a step of it is in flight. For copies from its blocks see inferd.core.step_words.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -81,16 +81,13 @@ class BlockTables:
         """Whether others have the block that the table writes next: it is then replaced first."""
         return self.room(table.table_id) > 0 and self._is_shared(table, table.num_prepared // self._size)
 
-    # -- what memd is asked, and what it grants
-
     def create(self, request: TableRequest) -> None:
         """Ask for a table."""
         self._words.create(request)
 
     def created(self, grant: Grant) -> BlockTable:
         """A table was granted."""
-        cached = grant.cached_tokens
-        room = len(grant.block_ids) * self._size
+        cached, room = grant.cached_tokens, len(grant.block_ids) * self._size
         table = BlockTable(
             grant.table_id, list(grant.block_ids), array("I", grant.entries), cached, cached, cached, room
         )
@@ -134,8 +131,6 @@ class BlockTables:
             if table.block_ids[news.index : news.index + 1] == [news.old_block_id]:
                 self._put(table, news.index, news.block_id, news.entry)
 
-    # -- what the worker does
-
     def fork(self, table_id: int) -> int:
         """The id of a new table that shares all blocks of this one. ValueError while tokens of it are being written."""
         source = self._tables[table_id]
@@ -167,17 +162,24 @@ class BlockTables:
         if not num_tokens:
             return []
         self._require(len(shared) + missing)
-        copies = [self._replace(table, index) for index in shared]
-        # Only the first block can have tokens before those to be written.
-        copies = copies[:1] if shared[:1] == [first] and table.num_prepared % self._size else []
+        copies: list[BlockCopy] = []
+        for index in shared:
+            reads = index == first and table.num_prepared % self._size > 0  # no other has tokens before those written
+            copies += [self._replace(table, index)] * reads
+            self._words.operate(CopyOnWrite(table_id, index, (table.block_ids[index],)), unshares=True, copies=reads)
         if table.copy is not None:  # into a block that no other table has
             copies, table.copy = [table.copy], None
+            self._words.copy()
         if missing:
             self._take(table, missing)
         table.num_prepared = end
         shared_after = any(self._is_shared(table, index) for index in range(stop, len(table.block_ids)))
         table.num_writable = end if shared_after else len(table.block_ids) * self._size
         return copies
+
+    def copied(self, count: int) -> None:
+        """The next so many of the copies that were returned, in that order, are over on the device."""
+        self._words.copied(count)
 
     def take_ahead(self, table_id: int) -> bool:
         """Add a block of the reserve to a table, for the tokens after those prepared; False if there is none."""
@@ -204,7 +206,7 @@ class BlockTables:
         self._words.commit(table_id, token_ids, table.num_tokens)
 
     def truncate(self, table_id: int, num_tokens: int) -> list[BlockCopy]:
-        """Drop the tokens from a length on, those being written too; the copy to be made before anything is written."""
+        """Drop the tokens from a length on, those being written too; copies as `prepare` returns them, at most one."""
         table = self._tables[table_id]
         if not 0 <= num_tokens <= table.num_tokens:
             raise ValueError(f"table {table_id} is truncated to {num_tokens} tokens, but has {table.num_tokens}")
@@ -212,10 +214,10 @@ class BlockTables:
         sealed = (index + 1) * self._size <= table.num_tokens
         by_copy = rest > 0 and num_tokens < table.num_tokens and (sealed or self._is_shared(table, index))
         self._require(by_copy)
-        block_id = self._blocks[0][0] if by_copy else 0
-        copies = [self._replace(table, index, report=False)] if by_copy else []
+        copies = [self._replace(table, index)] if by_copy else []
+        operation = Truncate(table_id, num_tokens, table.block_ids[index] if by_copy else 0)
         kept, written = index + bool(rest), -(-table.num_tokens // self._size)
-        self._words.operate(Truncate(table_id, num_tokens, block_id), max(written - kept, 0), unshares=True)
+        self._words.operate(operation, max(written - kept, 0), unshares=True, copies=by_copy)
         self._drop(table, kept, written)
         table.num_tokens = table.num_prepared = num_tokens
         table.num_writable = 0
@@ -256,12 +258,10 @@ class BlockTables:
         if num_blocks > len(self._blocks):
             raise ReserveShortError(f"{num_blocks} blocks are needed, but {len(self._blocks)} are in reserve")
 
-    def _replace(self, table: BlockTable, index: int, *, report: bool = True) -> BlockCopy:
+    def _replace(self, table: BlockTable, index: int) -> BlockCopy:
         block_id, entry = self._blocks.pop(0)
         copy = BlockCopy(table.entries[index], entry)
         self._put(table, index, block_id, entry)
-        if report:
-            self._words.operate(CopyOnWrite(table.table_id, index, (block_id,)), unshares=True)
         return copy
 
     def _put(self, table: BlockTable, index: int, block_id: int, entry: int) -> None:

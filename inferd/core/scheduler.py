@@ -236,6 +236,7 @@ class Scheduler:
 
     def collected(self, plan: Plan, *, written: bool = True) -> None:
         """A step is over. Unless it failed, the KV of its tokens has been written, and memd shall know."""
+        self._tables.copied(len(plan.input.copies))
         for sequence, count in plan.chunks:
             sequence.in_flight -= 1
             if sequence.phase is not Phase.FINISHED:
@@ -294,6 +295,5 @@ class Scheduler:
     def _grow(self, sequences: Iterable[Sequence]) -> None:
         """Give tables that are full by this step their next block: memd then hears of it before it is written."""
         for sequence in sequences:
-            full = self._tables.room(sequence.table_id) == 0
-            if full and sequence.num_launched < sequence.max_length - 1:
+            if self._tables.room(sequence.table_id) == 0 and sequence.num_launched < sequence.max_length - 1:
                 self._tables.take_ahead(sequence.table_id)

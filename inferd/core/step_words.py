@@ -1,15 +1,31 @@
-"""What memd is to be told next, in an order that memd's own order within a step does not upset. Pure.
+"""What memd is to be told next, in an order that memd's own order within a step does not upset, and when. Pure.
 
 Within a step memd applies commits first, then operations, then requests. So a commit may stand in one step with
 operations that came before it only where it says the same when it is applied before them.
 
 What a step may cost memd, which serves nobody else meanwhile, is limited: the rest is said in further steps.
+
+A block that a step copies from is this worker's, for memd, until that step has been collected: else it could be given
+to another worker, which may write it before the copy has read it. Where such a source comes from, and who holds it:
+
+* copy-on-write: a table writes to a block that others of the worker have too. They may let go of it while the copy is
+  queued, and with CopyOnWrite so does the table. So that word, and all that is said after it, is kept back until the
+  copy is over; till then memd has the source in the table. Within the worker, whoever writes it next does so behind the
+  copy, on the same stream.
+* truncation inside a block that is sealed, or that others have too: the same, with Truncate.
+* a part of a block that matched (Grant.copy_source): memd holds the source for the lease until the table is committed
+  to, suspended or released, and none of that is said while a step of the table is in flight. Nothing is kept back.
+* a block without tokens is replaced, and nothing is read.
+
+A Remap takes nothing of this away: what the worker's tables had is quarantined until the worker acknowledges it, when
+all steps are over that were launched before it heard (inferd.core.acknowledgements), and what is held directly stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from inferd.core.ports import Commit, Step, TableRequest
 from pagepool.limits import MAX_STEP_REFERENCES, MAX_STEP_REQUESTS, OPERATION_REFERENCES
@@ -18,9 +34,10 @@ from pagepool.pool_values import CopyOnWrite, ReserveRequest, TableOperation, Ta
 
 @dataclass(slots=True)
 class _Words:
-    """What one step message will say. `room`: how many tokens a table with operations here could have before them.
+    """What one step message will say, once so many `copies` are over.
 
-    `cost` is what memd counts, in references.
+    `room`: how many tokens a table with operations here could have before them. `cost` is what memd counts, in
+    references.
     """
 
     commits: list[Commit] = field(default_factory=list)
@@ -31,6 +48,7 @@ class _Words:
     room: dict[int, int] = field(default_factory=dict)
     closed: bool = False
     cost: int = 0
+    copies: int = 0
 
     def step(self) -> Step:
         return Step(
@@ -47,6 +65,15 @@ class StepWords:
 
     def __init__(self) -> None:
         self._words = [_Words()]
+        self._copies = self._copied = 0  # of all that were ever made
+
+    def copy(self) -> None:
+        """A block is copied that nothing gives up. Copies are over in the order in which they are named here."""
+        self._copies += 1
+
+    def copied(self, count: int) -> None:
+        """The next so many copies are over."""
+        self._copied += count
 
     def commit(self, table_id: int, token_ids: Sequence[int], num_tokens: int) -> None:
         """The KV of these tokens has been written; the table has `num_tokens` in all then."""
@@ -56,14 +83,20 @@ class StepWords:
             self._words.append(words)
         words.commits.append(Commit(table_id, token_ids))
 
-    def operate(self, operation: TableOperation, num_blocks: int = 0, *, unshares: bool = False) -> None:
+    def operate(
+        self, operation: TableOperation, num_blocks: int = 0, *, unshares: bool = False, copies: bool = False
+    ) -> None:
         """An operation after which all tables have to be committed to later, if it `unshares` blocks of others.
 
-        It adds `num_blocks` to a table or drops them from one, those not counted that it takes from the reserve.
+        It adds `num_blocks` to a table or drops them from one, those not counted that it takes from the reserve. If it
+        gives up a block that it `copies`, it is kept back, with all that follows, until the copy is over.
         """
         words = self._for(num_blocks + OPERATION_REFERENCES * (1 + _num_named(operation)))
         words.operations.append(operation)
         words.closed |= unshares
+        if copies:
+            self.copy()
+            words.copies = self._copies
 
     def limit(self, table_id: int, num_tokens: int) -> None:
         """Commits that take a table beyond so many tokens have to come after the operation before this call."""
@@ -100,9 +133,10 @@ class StepWords:
         return words
 
     def take(self) -> list[Step]:
-        """All of it, as steps to be sent in this order; mostly one, none if there is nothing to say."""
-        words, self._words = self._words, [_Words()]
-        return [step for step in (each.step() for each in words) if step]
+        """All that need not be kept back, as steps to be sent in this order; mostly one, none if there is nothing."""
+        ready = list(takewhile(lambda each: each.copies <= self._copied, self._words))
+        self._words = [*self._words[len(ready) :], _Words()]
+        return [step for step in (each.step() for each in ready) if step]
 
 
 def _num_named(operation: TableOperation) -> int:

@@ -24,6 +24,7 @@ from inferd.core.speculation import MakeProposer
 from inferd.engine import Engine
 from inferd.surroundings import Attachment, Mailbox, Surroundings
 from memd.core.pool import Pool
+from pagekernels.layout import unpack_entry
 from pagepool.errors import PagepoolError
 from pagepool.pool_values import Release, Suspend
 from tests.cpu.deferred import Deferred
@@ -75,7 +76,7 @@ class Rig:
         self.session, self.model = MemoryPool(self.pool, self.mailbox.signal, takes_remaps=True), self._bind(self.pool)
         # One that has steps in flight itself keeps account of them as Deferred does.
         self.device = Deferred(self.model, self.depth) if self.model.depth == 1 else self.model
-        self.session.on_step = self._check_step
+        self.session.on_step, self.session.on_answer = self._check_step, self._check_held
         return Attachment(self.session, self.device, self._closer(self.session), self._warm_up)
 
     def _check_step(self, step: Step) -> None:
@@ -92,6 +93,22 @@ class Rig:
         }
         flying = {entry for each in self.device.in_flight for table in each.step.tables for entry in table}
         assert not dropped & flying, "blocks are given back under a step in flight"
+
+    def _check_held(self) -> None:
+        """What steps in flight read, copy and write is this worker's for memd, whoever else lets go of it."""
+        state, steps = self.session.pool._state, [each.step for each in self.device.in_flight]
+        lease, layout, holders = state.leases[self.session.lease_id], state.layout, state.cut_store().blocks.holders
+        assert layout
+
+        def is_held(entry: int) -> bool:
+            held_by = holders[unpack_entry(entry)[2] // layout.units_per_block]
+            return any(holder == lease.lease_id or holder in lease.tables for holder in held_by)
+
+        copied = {entry for step in steps for copy in step.copies for entry in (copy.source, copy.target)}
+        assert all(map(is_held, copied)), "a block is given away under a copy in flight"
+        tables = [each for step in steps for each in zip(step.tables, step.kv_lens, strict=True)]
+        read = {entry for entries, length in tables for entry in entries[: -(-length // state.block_size)]}
+        assert all(map(is_held, read)), "a block is given away under a step in flight that reads it"
 
     def _own_entries(self, table_id: int) -> list[int]:
         """Of the blocks that only this table has; none if memd does not know the table yet."""

@@ -50,6 +50,7 @@ class MemoryPool:
         self._num_answered = 0
         self.steps: list[Step] = []
         self.on_step: Callable[[Step], None] = lambda step: None
+        self.on_answer: Callable[[], None] = lambda: None
         self.grants: dict[int, Grant] = {}
         self._late: deque[PoolEvent] = deque()
         self._events: deque[PoolEvent] = deque()
@@ -69,6 +70,7 @@ class MemoryPool:
 
     def _answer(self, step_id: int) -> None:
         answer = self.pool.step(self.lease_id, _core_step(step_id, self.steps[step_id - 1]), 0.0)
+        self.on_answer()
         for each in answer.grants:
             run = each.blocks
             ids, entries, source = run.block_ids, run.entries, each.copy_source

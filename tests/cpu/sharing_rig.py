@@ -103,6 +103,10 @@ class Player:
         self.submit()
         self.hear()
 
+    def copy(self, copies: list[BlockCopy]) -> None:
+        self.kv.copy(copies)
+        self.tables.copied(len(copies))
+
     def submit(self) -> None:
         for step in [*self.tables.take_steps(), Step(acknowledged=self.flight.acknowledgements.take())]:
             if step:
@@ -215,7 +219,7 @@ class Player:
 
     def _write(self, table_id: int, tokens: list[int]) -> None:
         copies = self.tables.prepare(table_id, len(tokens))
-        self.kv.copy(copies)
+        self.copy(copies)
         self.copied += len(copies)
         first = self.tables[table_id].num_tokens
         after = self.histories[table_id].first(first)
@@ -235,7 +239,7 @@ class Player:
         length = self.random.randint(0, len(history.tokens))
         self.flight.land_those_of(table_id)
         copies = self.tables.truncate(table_id, length)
-        self.kv.copy(copies)
+        self.copy(copies)
         self.cut_by_copy += len(copies)
         self.histories[table_id] = history.first(length)
 

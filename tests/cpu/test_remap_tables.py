@@ -63,7 +63,7 @@ class Worker:
         return self.tables.created(grant).table_id
 
     def write(self, table_id: int, tokens: list[int]) -> None:
-        self.tables.prepare(table_id, len(tokens))
+        self.tables.copied(len(self.tables.prepare(table_id, len(tokens))))
         self.tables.commit(table_id, tokens)
         self.tell()
 
@@ -123,6 +123,7 @@ def test_a_truncation_under_way_is_one_of_the_new_block(worker: Worker, twins: t
     old = worker.tables[second].block_ids[1]
     (copy,) = worker.tables.truncate(second, SIZE + 3)
     assert worker.session.pool.block(old, 0.0).entry == copy.source
+    worker.tables.copied(1)
     worker.tell()
     assert worker.session.pool.block(old, 0.0).sealed, "the source of a copy is kept until the Remap is acknowledged"
     worker.hear()
@@ -133,7 +134,7 @@ def test_a_copy_on_write_under_way_makes_a_block_of_its_own(worker: Worker, twin
     _, second = twins
     worker.write(second, [7])
     third = worker.tables.fork(second)
-    worker.tables.prepare(third, 1)
+    worker.tables.copied(len(worker.tables.prepare(third, 1)))
     worker.tables.commit(third, [8])
     worker.tell()
     worker.hear()

@@ -50,7 +50,7 @@ class Tables:
         self.own.release(table_id)
 
     def write(self, table_id: int, count: int) -> None:
-        self.own.prepare(table_id, count)
+        self.own.copied(len(self.own.prepare(table_id, count)))
         self.own.commit(table_id, [table_id] * count)
 
     def do_something(self, chance: random.Random) -> None:
@@ -62,7 +62,7 @@ class Tables:
             elif kind == "write" and len(self.own[one].block_ids) < 12:
                 self.write(one, chance.randint(1, 2 * SIZE))
             elif kind == "cut":
-                self.own.truncate(one, chance.randint(0, self.own[one].num_tokens))
+                self.own.copied(len(self.own.truncate(one, chance.randint(0, self.own[one].num_tokens))))
             elif kind == "release" and len(self.ids) > 1:
                 self.release(one)
             elif kind == "take":
