@@ -36,12 +36,12 @@ class Pins:
 
     def find(self, tokens: Sequence[int], salt: bytes) -> tuple[list[int], tuple[bytes, tuple[int, ...]]]:
         found = self.model.prefix(tokens, salt, len(tokens) + 1)
-        if not found:
-            raise Refused(Reason.PREFIX_NOT_FOUND)
         return found, (salt, tuple(tokens[: min(len(tokens) // SIZE, self.model.total) * SIZE]))
 
     def pin(self, tokens: Sequence[int], salt: bytes, retention: Retention) -> Any:
         found, key = self.find(tokens, salt)
+        if not found:
+            raise Refused(Reason.PREFIX_NOT_FOUND)
         pinned = {one for one, (_, is_pinned, _) in self.model.kept.items() if is_pinned}
         if retention[1] and len(pinned | set(found)) > self.model.total // 2:
             raise Refused(Reason.PIN_LIMIT)
@@ -54,7 +54,9 @@ class Pins:
     def unpin(self, tokens: Sequence[int], salt: bytes) -> Any:
         found, key = self.find(tokens, salt)
         was_kept = key in self.pins
-        self.settle(self.end(key))
+        self.settle(self.end(key))  # also where nothing is found: what follows an evicted block may be there
+        if not found:
+            raise Refused(Reason.PREFIX_NOT_FOUND)
         return len(found) * SIZE, len(found), was_kept
 
     def tick(self, now: float) -> None:
