@@ -55,12 +55,15 @@ def report_sharing(memd: PoolClient, clients: Sequence[InferenceClient], prompt:
     for stream in streams:
         stream.join()
     size = memd.pool().block_size
-    shared = sum(a == b for a, b in zip(*tables, strict=True))
+    shared = sum(a == b for a, b in zip(*tables, strict=False))  # one may have grown further by now
     first, second = (b - a for a, b in pairwise(allocated))
     full, own = (len(prompt) - 1) // size, -(-(NEW + len(prompt)) // size) - (len(prompt) - 1) // size
-    miss = "" if shared == full and second == own else "; MISSED"
+    miss = "" if shared >= full and second <= own else "; MISSED"
     print(f"blocks of {len(prompt)} + {NEW} tokens: the first worker took {first}, the second {second} more")
-    print(f"    physical blocks in both tables: {shared}   (bound: {full} shared, {own} of its own{miss})", flush=True)
+    print(
+        f"    physical blocks in both tables: {shared}   (bound: at least {full}, and at most {own} taken{miss})",
+        flush=True,
+    )
 
 
 def report_memory(memd: PoolClient, before: float, one: float, two: float) -> None:

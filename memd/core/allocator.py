@@ -7,7 +7,7 @@ units from i * n to i * n + n - 1. A frame costs no Python object, only array el
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from memd.core.errors import InvariantError
 
@@ -62,6 +62,23 @@ class FrameQueue:
         self._after[before], self._before[after] = after, before
         self._after[frame] = self._before[frame] = NOWHERE
         self._length -= 1
+
+    def remove_all(self, frames: Sequence[int]) -> None:
+        """As `remove`, for each of these frames, each named once; fastest where they stand side by side."""
+        befores, afters, i, count = self._before, self._after, 0, len(frames)
+        while i < count:  # a prefix was released from its end, so its frames stand in a row, the last one first
+            frame = frames[i]
+            before, after = befores[frame], afters[frame]
+            if after == NOWHERE:
+                raise InvariantError(f"frame {frame} is taken out of a queue while it is in none")
+            befores[frame] = afters[frame] = NOWHERE
+            i += 1
+            while i < count and (frame := frames[i]) == before:
+                before = befores[frame]
+                befores[frame] = afters[frame] = NOWHERE
+                i += 1
+            afters[before], befores[after] = after, before
+        self._length -= count
 
     def pop(self) -> int:
         """Take out the frame that has waited longest."""

@@ -6,7 +6,7 @@ not go at all. Both end with their time; then the blocks count as just used.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from memd.core.allocator import FrameQueue, Links
@@ -75,6 +75,14 @@ class CachedFrames:
         self._queue_of(frame).remove(frame)
         if frame in self.kept:
             self._close_if_empty(self.kept[frame].priority)
+
+    def remove_all(self, frames: Sequence[int]) -> None:
+        """As `remove`, for each of these frames, each named once."""
+        if not self.kept:
+            self._common.remove_all(frames)
+            return
+        for frame in frames:
+            self.remove(frame)
 
     def pop(self) -> int:
         """Take out the frame to be evicted first."""

@@ -108,12 +108,12 @@ class BlockStore:
 
     def hold(self, frames: Sequence[int], holders: tuple[int, ...], now: float) -> None:
         """Add the one reference in `holders` to each of these blocks, which may be cached."""
-        held, touched, uncache = self.blocks.holders, self.blocks.touched, self.cached.remove
+        held, touched, cached = self.blocks.holders, self.blocks.touched, list[int]()
         (holder,), add = holders, self.blocks.add_reference
         for frame in frames:
             known = held[frame]
             if not known:
-                uncache(frame)
+                cached.append(frame)
                 held[frame] = holders
             elif len(known) < FEW_HOLDERS and type(known) is tuple:  # mostly; no call for it
                 held[frame] = known + holders
@@ -122,6 +122,7 @@ class BlockStore:
             else:
                 add(frame, holder)
             touched[frame] = now
+        self.cached.remove_all(cached)
 
     def keep(self, frame: int, retention: Retention | None, now: float) -> None:
         """Give a sealed block this retention, or none; if it is cached, that is a use of it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from memd.core.allocator import Allocator, FrameQueue, Links
@@ -63,3 +65,34 @@ def test_a_frame_is_in_one_queue_at_a_time() -> None:
 def test_a_frame_in_no_queue_cannot_be_removed() -> None:
     with pytest.raises(InvariantError, match="while it is in none"):
         FrameQueue(Links(1)).remove(0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_removing_many_at_once_is_removing_each(seed: int) -> None:
+    draw = random.Random(seed)
+    links, count = Links(60), draw.randrange(61)
+    many, each = FrameQueue(links), FrameQueue(Links(60))
+    order = draw.sample(range(60), count)
+    for queue in (many, each):
+        for frame in order:
+            queue.append(frame)
+    begin, end = sorted(draw.choices(range(count + 1), k=2))
+    run = order[begin:end][:: draw.choice([1, -1])]  # in a row, forwards or from its end
+    gone = draw.choice(
+        [run, run + [f for f in order if f not in run][::2], draw.sample(order, draw.randrange(count + 1))]
+    )
+    many.remove_all(gone)
+    for frame in gone:
+        each.remove(frame)
+    assert (list(many), len(many)) == (list(each), len(each))
+    for frame in gone:  # they are in no queue now
+        many.append(frame)
+    assert list(many) == [*each, *gone]
+    assert [many.pop() for _ in range(len(many))] == [*each, *gone]
+
+
+def test_a_frame_in_no_queue_cannot_be_removed_among_others() -> None:
+    queue = FrameQueue(Links(3))
+    queue.append(0)
+    with pytest.raises(InvariantError, match="frame 2"):
+        queue.remove_all([0, 2])
