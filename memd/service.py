@@ -145,7 +145,7 @@ class PoolService:
         """References dropped."""
 
         def call(now: float) -> pb.FreeBlocksResponse:
-            self._pool.free_blocks(request.lease_id, list(request.block_ids), now)
+            self._pool.free_blocks(request.lease_id, request.block_ids, now)
             return pb.FreeBlocksResponse()
 
         return self._changing(request, call)
@@ -154,7 +154,7 @@ class PoolService:
         """References added."""
 
         def call(now: float) -> pb.ShareBlocksResponse:
-            self._pool.share_blocks(request.lease_id, list(request.block_ids), now)
+            self._pool.share_blocks(request.lease_id, request.block_ids, now)
             return pb.ShareBlocksResponse()
 
         return self._changing(request, call)
@@ -163,7 +163,7 @@ class PoolService:
         """Blocks copied."""
 
         def call(now: float) -> pb.CopyBlocksResponse:
-            run, copies = self._pool.sharing.copy_blocks(request.lease_id, list(request.block_ids), now)
+            run, copies = self._pool.sharing.copy_blocks(request.lease_id, request.block_ids, now)
             self._life.copier(copies, self._pool.unit_bytes)
             return pb.CopyBlocksResponse(block_ids=run.block_ids, entries=run.entries)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat, starmap
 
 from memd.core.errors import InvariantError
 
@@ -29,7 +30,7 @@ class ManyHolders:
         return self.length
 
     def __iter__(self) -> Iterator[int]:
-        return iter(Counter(self.counts).elements())
+        return chain.from_iterable(starmap(repeat, self.counts.items()))  # who wants one of them waits for no copy
 
     def __contains__(self, holder: int) -> bool:
         return holder in self.counts
@@ -37,17 +38,17 @@ class ManyHolders:
     def __repr__(self) -> str:
         return f"{self.length} references of {len(self.counts)} holders"
 
-    def add(self, holder: int) -> None:
-        """One more reference."""
-        self.counts[holder] = self.counts.get(holder, 0) + 1
-        self.length += 1
+    def add(self, holder: int, count: int = 1) -> None:
+        """So many more references of a holder."""
+        self.counts[holder] = self.counts.get(holder, 0) + count
+        self.length += count
 
-    def drop(self, holder: int) -> None:
-        """One reference less of a holder that has one."""
-        count = self.counts.pop(holder) - 1
-        if count:
-            self.counts[holder] = count
-        self.length -= 1
+    def drop(self, holder: int, count: int = 1) -> None:
+        """So many references less of a holder that has as many."""
+        left = self.counts.pop(holder) - count
+        if left:
+            self.counts[holder] = left
+        self.length -= count
 
 
 Holders = tuple[int, ...] | ManyHolders
@@ -126,15 +127,15 @@ class Blocks:
         holders = self.holders[frame]
         return holders.counts if isinstance(holders, ManyHolders) else Counter(holders)
 
-    def add_reference(self, frame: int, holder: int) -> None:
-        """One more reference to a block that somebody refers to."""
+    def add_reference(self, frame: int, holder: int, count: int = 1) -> None:
+        """So many more references of a holder to a block that somebody refers to."""
         holders = self.holders[frame]
-        if isinstance(holders, ManyHolders):
-            holders.add(holder)
-        elif len(holders) < FEW_HOLDERS:
-            self.holders[frame] = (*holders, holder)
-        else:
-            self.holders[frame] = ManyHolders((*holders, holder))
+        if isinstance(holders, tuple):
+            if len(holders) + count <= FEW_HOLDERS:
+                self.holders[frame] = holders + (holder,) * count
+                return
+            self.holders[frame] = holders = ManyHolders(holders)
+        holders.add(holder, count)
 
     def drop_reference(self, frame: int, holder: int) -> bool:
         """Drop one reference of a holder; whether it was the last of all."""
@@ -148,10 +149,22 @@ class Blocks:
             at = holders.index(holder)
             self.holders[frame] = holders[:at] + holders[at + 1 :]
             return False
-        holders.drop(holder)
+        self._drop_of_many(frame, holders, holder, 1)
+        return False
+
+    def drop_but_one(self, frame: int, holder: int, count: int) -> None:
+        """Drop one reference less than these `count` of a holder: all at once, if there are many."""
+        holders = self.holders[frame]
+        if isinstance(holders, ManyHolders) and holders.counts.get(holder, 0) >= count:
+            self._drop_of_many(frame, holders, holder, count - 1)
+            return
+        for _ in range(count - 1):
+            self.drop_reference(frame, holder)
+
+    def _drop_of_many(self, frame: int, holders: ManyHolders, holder: int, count: int) -> None:
+        holders.drop(holder, count)
         if len(holders) <= FEW_HOLDERS // 2:  # not at FEW_HOLDERS itself: a reference more and less is no conversion
             self.holders[frame] = tuple(holders)
-        return False
 
     def drop_references(self, frames: Iterable[int], holder: int, now: float) -> list[int]:
         """Drop one reference of a holder to each of these blocks; those that nobody refers to then, in their order."""

@@ -15,6 +15,11 @@ from memd.core.waiting import Waiting
 from pagepool.errors import invalid_field
 from pagepool.limits import check_priority
 
+MAX_LISTED_BLOCKS = 65_536
+"""Ids that a call may list: what others wait for meanwhile."""
+MAX_REFERENCES = 65_536
+"""References of one lease to one block, beside those of its tables."""
+
 
 def require_name(field: str, name: str) -> None:
     """INVALID_FIELD if a name is too long."""
@@ -82,28 +87,30 @@ class ClientLeases:
         """Drop one direct reference of the lease per listed id; the last listed is released first, as in a table."""
         lease = self.find(lease_id, now)
         frames = self.frames(block_ids)
-        for frame, asked in Counter(frames).items():
+        store, counts = self._state.cut_store(), Counter(frames)
+        for frame, asked in counts.items():
             held = lease.references.get(frame, 0)
             if held < asked:
-                block_id = self._state.cut_store().blocks.ids[frame]
-                raise errors.block_not_held(block_id, lease_id, held, asked)
-        store = self._state.cut_store()
-        for frame in reversed(frames):
-            store.release(frame, lease_id, now)
-            lease.references[frame] -= 1
+                raise errors.block_not_held(store.blocks.ids[frame], lease_id, held, asked)
+        store.release_counted(counts, lease_id, now)
+        for frame, dropped in counts.items():
+            lease.references[frame] -= dropped
             if not lease.references[frame]:
                 del lease.references[frame]
 
     def share(self, lease_id: int, block_ids: Sequence[int], now: float) -> None:
         """Add one direct reference of the lease per listed id."""
         lease = self.find(lease_id, now)
-        frames = self.frames(block_ids)
-        store = self._state.cut_store()
-        for frame in frames:
+        counts = Counter(self.frames(block_ids))
+        store, held = self._state.cut_store(), lease.references.get
+        for frame in counts:
             self.require_readable(lease, frame)
-        store.hold(frames, (lease_id,), now)
-        for frame in frames:
-            lease.references[frame] = lease.references.get(frame, 0) + 1
+        after = {frame: held(frame, 0) + more for frame, more in counts.items()}
+        for frame, references in after.items():
+            if references > MAX_REFERENCES:
+                raise errors.too_many_references(store.blocks.ids[frame], lease_id, references, MAX_REFERENCES)
+        store.hold_counted(counts, lease_id, now)
+        lease.references.update(after)
 
     def require_table(self, lease: Lease) -> None:
         """TABLE_LIMIT unless the lease may have one more table."""
@@ -148,9 +155,12 @@ class ClientLeases:
             raise errors.pool_exhausted(fresh, spare, store.num_blocks, store.cached.num_pinned)
 
     def frames(self, block_ids: Sequence[int]) -> list[int]:
-        """The frames of blocks; INVALID_FIELD if there is none, BLOCK_NOT_FOUND if one is gone."""
+        """The frames of blocks; INVALID_FIELD if there is none or too many, BLOCK_NOT_FOUND if one is gone."""
         if not block_ids:
             raise invalid_field("block_ids", "empty", "at least one id", "list the blocks")
+        if len(block_ids) > MAX_LISTED_BLOCKS:
+            limit = f"at most {MAX_LISTED_BLOCKS} in one call"
+            raise invalid_field("block_ids", f"{len(block_ids)} ids", limit, "list the rest in further calls")
         frame_of = self._state.store.blocks.frame_of if self._state.store else {}
         try:
             return [frame_of[block_id] for block_id in block_ids]
@@ -160,8 +170,9 @@ class ClientLeases:
     def require_readable(self, lease: Lease, frame: int) -> None:
         """BLOCK_NOT_SEALED if another lease may still write the block."""
         blocks = self._state.cut_store().blocks
-        own = any(holder == lease.lease_id or holder in lease.tables for holder in blocks.holders[frame])
-        if not blocks.prefixes[frame] and not own:
+        if blocks.prefixes[frame]:  # by far the most, and thousands may hold each of them
+            return
+        if not any(holder == lease.lease_id or holder in lease.tables for holder in blocks.references(frame)):
             raise errors.block_not_sealed(blocks.ids[frame])
 
     def table(self, lease_id: int, table_id: int, now: float) -> Table:

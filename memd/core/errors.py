@@ -56,6 +56,16 @@ def block_not_held(block_id: int, lease_id: int, held: int, asked: int) -> Pagep
     )
 
 
+def too_many_references(block_id: int, lease_id: int, references: int, limit: int) -> PagepoolError:
+    """A lease would hold one block too often."""
+    message = (
+        f"block_ids would give lease {lease_id} {references} references to block {block_id}, but it may have {limit}; "
+        "nothing was shared: free some, or share it under another lease"
+    )
+    metadata = {"value": references, "limit": limit, "block_id": block_id, "lease_id": lease_id}
+    return PagepoolError(Reason.INVALID_FIELD, message, field="block_ids", **metadata)
+
+
 def block_not_sealed(block_id: int) -> PagepoolError:
     """A lease would share what another may still write."""
     message = f"block {block_id} is not sealed: only its own lease can share or copy it; wait until it is full"

@@ -71,12 +71,11 @@ class Sharing:
     def copy_blocks(self, lease_id: int, block_ids: Sequence[int], now: float) -> tuple[BlockRun, list[BlockCopy]]:
         """New blocks of the lease with what these blocks hold."""
         lease = self._clients.find(lease_id, now)
-        frames = self._clients.frames(block_ids)
-        store, count = self._state.cut_store(), len(frames)
-        most = self.max_copied_blocks
+        count, most = len(block_ids), self.max_copied_blocks
         if count > most:
             limit = f"at most {most} in one call, {MAX_COPY_BYTES >> 20} MiB of blocks"
             raise invalid_field("block_ids", f"{count} ids", limit, "copy the rest in further calls")
+        frames, store = self._clients.frames(block_ids), self._state.cut_store()
         for frame in frames:
             self._clients.require_readable(lease, frame)
         sources = dict.fromkeys(frames)

@@ -213,9 +213,8 @@ class PoolState:
         """End a lease and release all that it holds."""
         for table in list(lease.tables.values()):
             self.release_table(table, now)
-        for frame, count in reversed(lease.references.items()):
-            for _ in range(count):
-                self.cut_store().release(frame, lease.lease_id, now)
+        if lease.references:
+            self.cut_store().release_counted(lease.references, lease.lease_id, now)
         for unread in reversed(lease.remaps):
             self.stop_reading(lease, unread.frame, now)
         del self.leases[lease.lease_id]

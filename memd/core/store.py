@@ -124,6 +124,13 @@ class BlockStore:
             touched[frame] = now
         self.cached.remove_all(cached)
 
+    def hold_counted(self, counts: dict[int, int], holder: int, now: float) -> None:
+        """As many references of a holder to each of these blocks as are counted."""
+        self.hold(list(counts), (holder,), now)
+        for frame, count in counts.items():
+            if count > 1:
+                self.blocks.add_reference(frame, holder, count - 1)
+
     def keep(self, frame: int, retention: Retention | None, now: float) -> None:
         """Give a sealed block this retention, or none; if it is cached, that is a use of it."""
         if self.blocks.holders[frame]:
@@ -146,6 +153,13 @@ class BlockStore:
         """As `release` of each of these blocks, in this order."""
         for frame in self.blocks.drop_references(frames, holder, now):
             self._end(frame)
+
+    def release_counted(self, counts: dict[int, int], holder: int, now: float) -> None:
+        """As many references to each of these blocks as are counted, the block named last first."""
+        for frame, count in counts.items():
+            if count > 1:
+                self.blocks.drop_but_one(frame, holder, count)
+        self.release_all(reversed(counts), holder, now)
 
     def _end(self, frame: int) -> None:
         """Nobody refers to a block any more."""

@@ -265,6 +265,7 @@ class PoolServiceServicer:
         FAILED_PRECONDITION / LEASE_IS_WORKERS: a worker gives blocks of its reserve back on its stream.
         NOT_FOUND / BLOCK_NOT_FOUND: freed or evicted already, or never existed; nothing was freed by this call.
         FAILED_PRECONDITION / BLOCK_NOT_HELD: this lease does not hold it (so often); nothing was freed by this call.
+        INVALID_ARGUMENT / INVALID_FIELD: no block_ids, or more than 65,536; free the rest in further calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -277,6 +278,9 @@ class PoolServiceServicer:
         FAILED_PRECONDITION / LEASE_IS_WORKERS: a worker shares blocks by tables, on its stream.
         NOT_FOUND / BLOCK_NOT_FOUND: freed or evicted already, or never existed.
         FAILED_PRECONDITION / BLOCK_NOT_SEALED: only its own lease can share a block that may still be written.
+        INVALID_ARGUMENT / INVALID_FIELD: no block_ids, or more than 65,536; share the rest in further calls. Or the lease
+        would have more than 65,536 references to one of the blocks, tables left out; nothing was shared; use another
+        lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -292,8 +296,8 @@ class PoolServiceServicer:
         FAILED_PRECONDITION / BLOCK_NOT_SEALED: only its own lease can copy a block that may still be written.
         RESOURCE_EXHAUSTED / POOL_EXHAUSTED: too few free and cached blocks; nothing was copied; retry after RetryInfo.
         INVALID_ARGUMENT / REQUEST_TOO_LARGE: more copies than the whole pool has blocks.
-        INVALID_ARGUMENT / INVALID_FIELD: no block, or more than 32 MiB of blocks (one is always possible); copy the
-        rest in further calls.
+        INVALID_ARGUMENT / INVALID_FIELD: no block, more than 32 MiB of blocks (one is always possible), or more than 65,536
+        ids; copy the rest in further calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
