@@ -99,7 +99,7 @@ class Memd:
         self._clock = LivenessClock()
         self._locks = locks
         self._locks.remove_leftovers()
-        self.sessions = Sessions(self.pool, self._locks, self._clock)
+        self.sessions = Sessions(self.pool, self._locks, self._clock, self._failed)
         self._terms = WorkerTerms(config.heartbeat_timeout, slab_message(slab))
         start, copier, device = time.time(), copier_of(slab), device_message(slab)
         self._life = MemdLife(self.pool, self._clock, start, self.sessions, copier, device)

@@ -98,18 +98,20 @@ class Session:
             self._over.set_exception(error)
 
     async def run(self, serving: Coroutine[Any, Any, None]) -> None:
-        """Until `serving` is done, or `end` is called, which raises here."""
+        """Until `serving` is done, or `end` is called, which raises here unless `serving` has failed by then."""
         tasks = [asyncio.create_task(serving), asyncio.create_task(self._send())]
         try:
-            done, _ = await asyncio.wait([*tasks, self._over], return_when=asyncio.FIRST_COMPLETED)
-            for finished in done:
-                finished.result()
+            ends = [*tasks, self._over]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for finished in ends:
+                if finished.done():
+                    finished.result()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            if not self._over.done():
-                self._over.cancel()
+            if not self._over.cancel():
+                self._over.exception()  # seen, though another failure may be the one that is raised
 
     async def _send(self) -> None:
         while True:
@@ -122,12 +124,18 @@ class Session:
 
 
 class Sessions:
-    """All sessions by lease. Everything here runs on the event loop, between two commands of the pool."""
+    """All sessions by lease. Everything here runs on the event loop, between two commands of the pool.
 
-    def __init__(self, pool: Pool, locks: Locks, clock: Callable[[], float]) -> None:
+    `on_failure` is told at once of an error that memd cannot go on with.
+    """
+
+    def __init__(
+        self, pool: Pool, locks: Locks, clock: Callable[[], float], on_failure: Callable[[Exception], None]
+    ) -> None:
         self._pool = pool
         self._locks = locks
         self._clock = clock
+        self.on_failure = on_failure
         self._by_lease: dict[int, Session] = {}
         self._nobody = asyncio.Event()
         self._nobody.set()
@@ -141,9 +149,13 @@ class Sessions:
         self._by_lease[session.lease_id] = session
         self._nobody.clear()
 
+    def speaks(self, session: Session) -> bool:
+        """Whether a stream still speaks for its lease, and no other does."""
+        return self._by_lease.get(session.lease_id) is session
+
     def close(self, session: Session) -> None:
         """A stream has ended. Unless its lease has ended too, it can be reclaimed until its deadline."""
-        if self._by_lease.get(session.lease_id) is not session:
+        if not self.speaks(session):
             return
         del self._by_lease[session.lease_id]
         self._pool.stream_broken(session.lease_id)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from memd import messages
+from memd.core.errors import InvariantError
 from memd.core.pool import Pool
 from memd.core.values import Attached, Step
 from memd.service import read_only_error
@@ -57,8 +58,6 @@ class WorkerService:
             await session.run(self._serve(session, stream))
         except PagepoolError as error:
             log.warning("worker's stream ends", reason=str(error.reason), message=error.message)
-            if error.reason in _BREAKS_LEASE:
-                self.pool.fail_lease(session.lease_id)
             raise
         finally:
             self.sessions.close(session)
@@ -107,9 +106,23 @@ class WorkerService:
         return pb.AttachResponse(welcome=welcome)
 
     async def _serve(self, session: Session, stream: Stream) -> None:
+        """Serves the stream. What a failure means is told here: who awaits this may be cancelled before it looks."""
+        try:
+            await self._serve_messages(session, stream)
+        except InvariantError as error:
+            self.sessions.on_failure(error)
+            raise
+        except PagepoolError as error:
+            if error.reason in _BREAKS_LEASE:
+                self.pool.fail_lease(session.lease_id)
+            raise
+
+    async def _serve_messages(self, session: Session, stream: Stream) -> None:
         """The token path: one message in, one out, and the next is read while the answer leaves."""
         lease_id = session.lease_id
         while (request := await stream.read()) is not None:
+            if not self.sessions.speaks(session):
+                return  # what another stream has taken up, this one must not move on
             match request.WhichOneof("message"):
                 case "step":
                     outcome = self.pool.step(lease_id, _step(request.step), self.clock())

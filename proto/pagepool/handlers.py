@@ -35,7 +35,8 @@ class Service:
         unary           async def do_this(self, request, context) -> response
         server stream   async def do_this(self, request, context): yield response ...
         bidirectional   async def do_this(self, stream: Stream) -> None
-    Each may raise PagepoolError. Any other exception is told to `on_failure` too, if that is given.
+    Each may raise PagepoolError. Any other exception is told to `on_failure` too, if that is given, whether
+    or not its caller has gone by then.
     """
 
     descriptor: ServiceDescriptor
@@ -138,12 +139,12 @@ class _Answered:
                 await self._failed(error, context)
 
     async def _failed(self, error: Exception, context: Any) -> None:
+        if self._on_failure is not None:  # it matters to the daemon, whether or not the caller has gone
+            self._on_failure(error)
         if context.done():  # nobody is left to be answered, and writing to a finished call is what failed
             _log.debug("failed after the caller had gone", exc_info=True)
             raise asyncio.CancelledError from None
         _log.error("unexpected failure", exc_info=error)
-        if self._on_failure is not None:
-            self._on_failure(error)
         await _abort(context, PagepoolError(Reason.INTERNAL_ERROR, f"{self._name} failed; the daemon's log says why"))
 
 
