@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from memd.core import errors
-from memd.core.lease import MAX_NAME_BYTES, MAX_TABLES, MAX_TTL_S, MIN_TTL_S, Lease
+from memd.core.lease import MAX_CLIENT_LEASES, MAX_NAME_BYTES, MAX_TABLES, MAX_TTL_S, MIN_TTL_S, Lease
 from memd.core.state import PoolState, pack_checked
 from memd.core.store import BlockStore
 from memd.core.table import Table
@@ -36,13 +36,19 @@ class ClientLeases:
         self._waiting = waiting
 
     def create(self, holder: str, ttl_s: float, now: float) -> Lease:
-        """A new lease; the granted time-to-live is the one asked for, brought between 1 second and 1 hour."""
+        """A new lease; the granted time-to-live is the one asked for, brought between 1 second and 1 hour.
+
+        LEASE_LIMIT if there are too many of clients.
+        """
         require_name("holder", holder)
         if not ttl_s > 0:
             raise invalid_field("ttl", f"{ttl_s} s", "positive", f"{MIN_TTL_S:g} s to {MAX_TTL_S:g} s are granted")
+        leases = self._state.leases
+        if len(leases) >= MAX_CLIENT_LEASES and sum(not one.is_worker for one in leases.values()) >= MAX_CLIENT_LEASES:
+            raise errors.lease_limit(MAX_CLIENT_LEASES)
         granted = min(max(ttl_s, MIN_TTL_S), MAX_TTL_S)
         lease = Lease(self._state.new_id(), holder, granted, now + granted)
-        self._state.leases[lease.lease_id] = lease
+        leases[lease.lease_id] = lease
         return lease
 
     def find(self, lease_id: int, now: float) -> Lease:

@@ -33,6 +33,15 @@ def lease_is_workers(lease_id: int) -> PagepoolError:
     return PagepoolError(Reason.LEASE_IS_WORKERS, message, lease_id=lease_id)
 
 
+def lease_limit(limit: int) -> PagepoolError:
+    """There would be too many leases of clients."""
+    message = (
+        f"clients have {limit} leases, the most there may be; release some, wait until one has ended, or hold more "
+        "under one lease"
+    )
+    return PagepoolError(Reason.LEASE_LIMIT, message, limit=limit)
+
+
 def lease_lost(lease_id: int, why: str) -> PagepoolError:
     """A worker speaks for a lease that it does not have any more."""
     message = f"lease {lease_id} is lost: {why}; stop using the mapping, drop the lock, attach anew"

@@ -10,6 +10,8 @@ from memd.core.values import LeaseState, LeaseView, StepOutcome
 
 MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0
 MAX_NAME_BYTES = 128
+MAX_CLIENT_LEASES = 4096
+"""Leases of clients at a time: each is looked at whenever time passes, and a client needs but one."""
 MAX_KEPT_BYTES = 256 << 20
 """Token ids that a worker's suspended tables may keep: enough for 512 contexts of 128 Ki tokens."""
 MAX_TABLES = 16_384

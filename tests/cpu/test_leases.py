@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from memd.core import clients
 from memd.core.geometry import Geometry
 from memd.core.pool import Pool
 from memd.core.values import BlockState, Commit, LeaseState, Step, StepOutcome, TableRequest
 from pagekernels.layout import Format, LayerShape
-from pagepool.errors import PagepoolError, Reason
+from pagepool.errors import Code, PagepoolError, Reason
 
 GEOMETRY = Geometry((LayerShape(1, 8, 8),), Format.F32, False, 1, b"w" * 32, "model")
 B = 8
@@ -56,6 +57,22 @@ def test_a_holders_name_is_measured_in_bytes(pool: Pool) -> None:
     pool.create_lease("é" * 64, 1.0, 0.0)
     with pytest.raises(PagepoolError, match="130 bytes"):
         pool.create_lease("é" * 65, 1.0, 0.0)
+
+
+def test_clients_have_so_many_leases_and_no_more(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clients, "MAX_CLIENT_LEASES", 3)
+    workers = [pool.attach("worker", f"lock-{number}", 10.0, 0.0).lease.lease_id for number in range(3)]
+    leases = [pool.create_lease("client", 5.0, 0.0).lease_id for _ in range(3)]
+    with pytest.raises(PagepoolError) as error:
+        pool.create_lease("client", 5.0, 0.0)
+    assert (refused(error), error.value.code) == (Reason.LEASE_LIMIT, Code.RESOURCE_EXHAUSTED)
+    assert error.value.metadata == {"limit": "3"}
+    assert (pool.num_leases, "release some" in error.value.message) == (6, True)
+    pool.release_lease(leases[0], 0.0)
+    pool.create_lease("client", 60.0, 0.0)
+    assert len(pool.tick(5.0)) == 2, "those that end make room too"
+    pool.create_lease("client", 5.0, 5.0)
+    assert pool.attach("worker", "lock", 10.0, 5.0).lease.lease_id > max(workers), "no client keeps a worker away"
 
 
 def test_an_expired_client_lease_frees_at_the_tick_and_not_before(pool: Pool) -> None:

@@ -222,6 +222,7 @@ class PoolServiceServicer:
     def CreateLease(self, request, context):
         """Creates a lease. Everything it holds is freed when it ends. Idempotent with request_id.
         INVALID_ARGUMENT / INVALID_FIELD: ttl missing, not positive; holder over 128 bytes.
+        RESOURCE_EXHAUSTED / LEASE_LIMIT: clients have 4,096 leases; release some, or hold more under one lease.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
