@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from memd.core.replay import Answers
 from memd.core.table import Table
-from memd.core.values import LeaseState, LeaseView, StepOutcome
+from memd.core.values import LeaseState, LeaseView
 
 MIN_TTL_S, MAX_TTL_S = 1.0, 3600.0
 MAX_NAME_BYTES = 128
@@ -16,8 +17,6 @@ MAX_KEPT_BYTES = 256 << 20
 """Token ids that a worker's suspended tables may keep: enough for 512 contexts of 128 Ki tokens."""
 MAX_TABLES = 16_384
 """Tables of one lease: many more than one holder works with at a time."""
-MAX_REPLAYED_STEPS = 1024
-"""Answers kept per worker lease, for a worker that lost them with its stream: more than any keeps in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +59,7 @@ class Lease:
     copy_sources: dict[int, int] = field(default_factory=dict)
     kept_bytes: int = 0  # in its suspended tables
     last_step: int = 0
-    answers: deque[StepOutcome] = field(default_factory=lambda: deque(maxlen=MAX_REPLAYED_STEPS))
+    answers: Answers = field(default_factory=Answers)
     lost_because: str = ""
     replaying: bool = False  # reclaimed, and no new step yet
     takes_remaps: bool = False

@@ -71,9 +71,9 @@ class Stepper:
         return outcome
 
     def _replay(self, lease: Lease, step_id: int) -> StepOutcome:
-        for outcome in lease.answers:
-            if outcome.step_id == step_id:
-                return replace(outcome, grants=[self._as_of_now(lease, grant) for grant in outcome.grants])
+        outcome = lease.answers.find(step_id)
+        if outcome is not None:
+            return replace(outcome, grants=[self._as_of_now(lease, grant) for grant in outcome.grants])
         what = f"step {step_id} is repeated, but only the last {len(lease.answers)} answers are kept"
         raise errors.protocol_violation(lease.lease_id, what, "attach anew, with fewer unanswered steps")
 

@@ -6,7 +6,7 @@ from collections import Counter
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from memd.core.lease import MAX_REPLAYED_STEPS
+from memd.core import replay
 from memd.core.values import ExtendRequest, LeaseState, RefusalReason, ReserveRequest, Step, TableRequest
 from pagepool.errors import Reason
 from tests.cpu.pool_model_values import SIZE, TIMEOUT, ModelLease, ModelTable, Refused
@@ -58,8 +58,7 @@ class Workers:
         lease = self.worker(lease_id, now)
         lease.deadline = now + lease.ttl
         if lease.replaying and step.step_id <= lease.last_step:
-            recent = list(lease.answers)[-MAX_REPLAYED_STEPS:]
-            if step.step_id not in recent:
+            if step.step_id not in self.recent(lease):
                 raise Refused(Reason.PROTOCOL_VIOLATION)
             self.model.waiting.answered_again(lease_id, lease.answers[step.step_id])
             return self.model.remaps.as_of_now(lease, lease.answers[step.step_id])
@@ -73,6 +72,16 @@ class Workers:
         answers = self.answer(lease_id, step, now)
         lease.answers[step.step_id], lease.stepped = answers, now
         return answers
+
+    def recent(self, lease: ModelLease) -> list[int]:
+        """The steps whose answers are kept."""
+        found, blocks = list[int](), 0
+        for step_id, answers in reversed(lease.answers.items()):
+            blocks += sum(replay.REPLY_BLOCKS + (len(one[4]) if one[0] == "grant" else 0) for one in answers)
+            if found and (blocks > replay.MAX_REPLAYED_BLOCKS or len(found) == replay.MAX_REPLAYED_STEPS):
+                break
+            found.append(step_id)
+        return found
 
     def answer(self, lease_id: int, step: Step, now: float) -> Any:
         urgent = [reserve for reserve in step.reserves if reserve.for_table_id]
