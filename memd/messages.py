@@ -271,5 +271,6 @@ def step_result(outcome: StepOutcome) -> worker_service_pb2.AttachResponse:
             available_blocks=refusal.available_blocks,
             total_blocks=refusal.total_blocks,
             pinned_blocks=refusal.pinned_blocks,
+            held_blocks=refusal.held_blocks,
         )
     return response

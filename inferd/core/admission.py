@@ -6,15 +6,21 @@ import bisect
 from collections.abc import Collection
 
 from inferd.core.limits import Limits
-from inferd.core.ports import TableRequest
+from inferd.core.ports import Refusal, TableRequest
 from inferd.core.prefix_waits import PrefixWaits
+from inferd.core.refusals import why_never
 from inferd.core.sequence import Sequence
+from pagepool.errors import PagepoolError
 
 PATIENCE = 3
 """Preemptions after which a request asks for all the blocks it will ever need at once."""
 
 CLAIM_EVERY_S = 1.0
 """How often whoever waits for blocks asks again: memd forgets what it claimed after twice that time."""
+
+
+HELD_PATIENCE_S = 30.0
+"""How long a request that clients' leases and lost workers leave too few blocks holds up those behind it."""
 
 
 class Admission:
@@ -31,6 +37,7 @@ class Admission:
         self._asked: dict[int, Sequence] = {}
         self._refused: Sequence | None = None
         self._may_ask, self._asked_at = True, float("-inf")
+        self._held_since = self._held_last = float("-inf")
 
     @property
     def claims(self) -> bool:
@@ -133,6 +140,19 @@ class Admission:
         if self._refused is None or sequence.rank <= self._refused.rank:
             # A refusal further back says nothing about the head: news that came for it meanwhile stands.
             self._refused, self._may_ask = sequence, False
+
+    def why_never(self, sequence: Sequence, block_size: int, refusal: Refusal) -> PagepoolError | None:
+        """The error of one that was refused, if there is no use in its waiting, or there was none for so long."""
+        return why_never(sequence, block_size, refusal, held_long=self._held_long(refusal))
+
+    def _held_long(self, refusal: Refusal) -> bool:
+        """Whether memd says, and has for HELD_PATIENCE_S, that waiting for other workers does not help."""
+        if not refusal.held_blocks:
+            return False
+        if self._asked_at - self._held_last > 3 * CLAIM_EVERY_S:  # it was not so when the head asked last
+            self._held_since = self._asked_at
+        self._held_last = self._asked_at
+        return self._asked_at - self._held_since >= HELD_PATIENCE_S
 
     def rest(self, sequence: Sequence) -> None:
         """A prefix that it needs is being computed: it holds nobody up, even if it lacked blocks before."""

@@ -11,11 +11,23 @@ RETRY_PINNED_S = 60.0
 """When a retry makes sense while pins hold blocks: they last from a second to a day."""
 
 
-def why_never(sequence: Sequence, block_size: int, refusal: Refusal) -> PagepoolError | None:
-    """The error of a request whose table was refused, if the pool can never hold it, or cannot while pins last."""
+RETRY_HELD_S = 30.0
+"""When a retry makes sense while others than workers hold blocks: clients' leases last from a second on."""
+
+
+def why_never(
+    sequence: Sequence, block_size: int, refusal: Refusal, *, held_long: bool = False
+) -> PagepoolError | None:
+    """The error of a request whose table was refused, if the pool can never hold it, or cannot while pins last.
+
+    Or if clients' leases and lost workers leave it too little, and it is `held_long` that they have.
+    """
     if refusal.never:
         return too_large(sequence, block_size, refusal.total_blocks)
-    return None if refusal.pending else why_cornered(sequence, block_size, refusal)
+    if refusal.pending:
+        return None
+    error = why_cornered(sequence, block_size, refusal)
+    return _held(sequence.blocks_needed(block_size), refusal) if held_long and error is None else error
 
 
 def why_cornered(sequence: Sequence, block_size: int, refusal: Refusal) -> PagepoolError | None:
@@ -65,6 +77,26 @@ def _pinned(num_blocks: int, pinned: int, total: int) -> PagepoolError:
         num_blocks=num_blocks,
         pinned_blocks=pinned,
         total_blocks=total,
+    )
+
+
+def _held(num_blocks: int, refusal: Refusal) -> PagepoolError:
+    pinned = f", and {refusal.pinned_blocks} are pinned by PinPrefix" if refusal.pinned_blocks else ""
+    message = (
+        f"the request needs {num_blocks} blocks, but {refusal.held_blocks} of the pool's {refusal.total_blocks} are "
+        f"held by clients' leases or by lost workers whose processes have not ended{pinned}, so that too few can come "
+        "free; "
+        "release those leases and end those processes (pagepool doctor names them), retry later, shorten the "
+        "prompt, or lower max_tokens"
+    )
+    return PagepoolError(
+        Reason.POOL_EXHAUSTED,
+        message,
+        retry_after_s=RETRY_HELD_S,
+        num_blocks=num_blocks,
+        held_blocks=refusal.held_blocks,
+        pinned_blocks=refusal.pinned_blocks,
+        total_blocks=refusal.total_blocks,
     )
 
 

@@ -13,7 +13,7 @@ from inferd.core.groups import Groups
 from inferd.core.limits import SCORED_ROWS, Limits
 from inferd.core.plan import Draft, Plan, chunk_size
 from inferd.core.ports import Grant, PoolInfo, Refusal, Remap, Step
-from inferd.core.refusals import check_width, queue_full, too_large, why_cornered, why_never
+from inferd.core.refusals import check_width, queue_full, too_large, why_cornered
 from inferd.core.reserve import Reserve
 from inferd.core.sequence import Phase, Sequence
 from pagepool.errors import PagepoolError
@@ -158,7 +158,7 @@ class Scheduler:
             if sequence.suspended_id:
                 self._tables.drop_suspended(sequence.suspended_id)
             return None
-        if (error := why_never(sequence, self._block_size, refusal)) is not None:
+        if (error := self._queue.why_never(sequence, self._block_size, refusal)) is not None:
             return sequence, error
         if refusal.pending:
             self._queue.rest(sequence)

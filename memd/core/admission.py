@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from memd.core.apart import HeldApart
 from memd.core.block import TOKEN_BYTES
 from memd.core.lease import Lease
 from memd.core.operations import ReserveRequest
@@ -25,6 +26,7 @@ class Admission:
         self._state = state
         self._waiting = waiting
         self._victims = victims
+        self._apart = HeldApart(state)
 
     def answer(self, lease: Lease, step: Step, creates: Creates, now: float) -> tuple[list[Grant], list[Refusal]]:
         """Grants and refusals of a step that has been checked and otherwise applied.
@@ -32,6 +34,7 @@ class Admission:
         What a table cannot go on without comes first, then each kind in the order of the request.
         """
         self._waiting.expire(now)
+        self._apart.forget()
         urgent = [reserve for reserve in step.reserves if reserve.for_table_id]
         if urgent:
             self._waiting.drop_claim(lease.lease_id, grows=True)
@@ -58,11 +61,11 @@ class Admission:
         if request.num_blocks > store.num_blocks:
             return self._refuse(request.ref, asker, request.num_blocks, plan.spare, plan)
         if not plan.fits:
-            if plan.needed <= store.num_blocks - store.cached.num_pinned:  # else it waits for pins, and nobody for it
+            refusal = self._refuse(request.ref, asker, request.num_blocks, plan.spare, plan, headroom=headroom)
+            if plan.num_blocks <= store.num_blocks - refusal.pinned_blocks - refusal.held_blocks:
                 self._waiting.claim(asker, plan.needed + headroom, now + CLAIM_S)
                 self._victims.for_creation(asker, plan.fresh - plan.spare, now)
-            enough = plan.fresh <= plan.spare + headroom
-            return self._refuse(request.ref, asker, request.num_blocks, plan.spare, plan, for_headroom=enough)
+            return refusal  # without a claim it waits for those who pin and hold, and nobody waits for it
         if suspended is not None:
             self._state.resume_table(lease, suspended, plan, now)
         table = suspended or self._state.create_table(lease, request, plan, now)
@@ -125,12 +128,13 @@ class Admission:
         self._victims.for_growth(asker, missing, now)
 
     def _refuse(
-        self, ref: int, asker: Asker, in_all: int, spare: int, plan: Plan | None = None, *, for_headroom: bool = False
+        self, ref: int, asker: Asker, in_all: int, spare: int, plan: Plan | None = None, *, headroom: int = 0
     ) -> Refusal:
         store, matched = self._state.cut_store(), plan.matched if plan else ()
         pinned, available = store.num_pinned_beside(matched), len(matched) + max(spare, 0)
         self._state.counters.refused_requests += 1
         if in_all > store.num_blocks:
             return Refusal(ref, RefusalReason.REQUEST_TOO_LARGE, available, store.num_blocks, pinned)
-        self._waiting.starve(asker, for_headroom=for_headroom)
-        return Refusal(ref, RefusalReason.POOL_EXHAUSTED, available, store.num_blocks, pinned)
+        self._waiting.starve(asker, for_headroom=plan is not None and plan.fresh <= plan.spare + headroom)
+        held = self._apart.cornering(plan) if plan else 0
+        return Refusal(ref, RefusalReason.POOL_EXHAUSTED, available, store.num_blocks, pinned, held)

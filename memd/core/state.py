@@ -67,6 +67,11 @@ class Plan:
     run: int = 0
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of the table, those found included."""
+        return len(self.matched) + self.fresh
+
+    @property
     def needed(self) -> int:
         """How many available blocks it takes."""
         return self.idle + self.fresh

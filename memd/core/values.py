@@ -125,7 +125,9 @@ class Grant:
 class Refusal:
     """A refused request; nothing was taken. `available_blocks` is the largest num_blocks that could be granted.
 
-    While pins last, no more than total_blocks - pinned_blocks ever can be.
+    While pins last, no more than total_blocks - pinned_blocks ever can be. `held_blocks` are those that clients' leases
+    and lost workers hold, beside what the request would have matched, if they and the pinned ones leave a table that is
+    to be created or resumed too few, whoever else gives blocks back; else 0.
     """
 
     ref: int
@@ -133,6 +135,7 @@ class Refusal:
     available_blocks: int
     total_blocks: int
     pinned_blocks: int = 0
+    held_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

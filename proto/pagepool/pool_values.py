@@ -168,7 +168,8 @@ class Grant:
 class Refusal:
     """A request was refused; `never` says that the whole pool is too small for it.
 
-    While pins last, no more than total_blocks - pinned_blocks can be had.
+    While pins last, no more than total_blocks - pinned_blocks can be had. `held_blocks`, unless 0, are held by clients'
+    leases and lost workers, and leave too few: for the request to wait for other workers is in vain.
 
     `pending`: another table is about to compute what it would find; it is to be asked for again on Capacity.
     """
@@ -179,6 +180,7 @@ class Refusal:
     total_blocks: int
     pending: bool = False
     pinned_blocks: int = 0
+    held_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

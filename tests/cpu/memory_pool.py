@@ -80,7 +80,8 @@ class MemoryPool:
         for no in answer.refusals:
             never = no.reason is values.RefusalReason.REQUEST_TOO_LARGE
             pending = no.reason is values.RefusalReason.PREFIX_PENDING
-            self._late.append(Refusal(no.ref, never, no.available_blocks, no.total_blocks, pending, no.pinned_blocks))
+            blocks = no.pinned_blocks, no.held_blocks
+            self._late.append(Refusal(no.ref, never, no.available_blocks, no.total_blocks, pending, *blocks))
         self._late += [Remap(*astuple(news)) for news in self.pool.remaps.take_news(self.lease_id)]
 
     def deliver(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memd.core.apart import HeldApart
 from memd.core.draft import Draft
 from memd.core.operations import Suspend
 from memd.core.pool import Pool
@@ -35,6 +36,11 @@ def lets_the_suspended_keep_a_block(patch: pytest.MonkeyPatch) -> None:
 def grants_what_others_claim(patch: pytest.MonkeyPatch) -> None:
     """First come, first served, whoever had others yield for it."""
     patch.setattr(Waiting, "claimed_before", lambda self, asker: 0)
+
+
+def holds_blocks_back_that_clients_have(patch: pytest.MonkeyPatch) -> None:
+    """All wait for what no worker can give."""
+    patch.setattr(HeldApart, "cornering", lambda self, plan: 0)
 
 
 def tells_nobody_that_there_are_blocks(patch: pytest.MonkeyPatch) -> None:

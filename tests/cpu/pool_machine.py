@@ -149,7 +149,7 @@ class PoolMachine(RuleBasedStateMachine):
             for one in outcome.grants
         ]
         for one in outcome.refusals:
-            answers.append(("refusal", one.ref, one.reason, one.available_blocks))
+            answers.append(("refusal", one.ref, one.reason, one.available_blocks, one.held_blocks))
         return sorted(answers, key=lambda answer: answer[1])
 
     def next_step(self, lease: int) -> int:

@@ -152,16 +152,20 @@ class Workers:
         matched, spare = self.model.found(request, who)
         available = len(matched) + max(spare, 0)
         if self.model.prefixes.awaits(lease_id, request, len(matched)):
-            return "refusal", request.ref, RefusalReason.PREFIX_PENDING, available
+            return "refusal", request.ref, RefusalReason.PREFIX_PENDING, available, 0
         fresh = max(request.num_blocks - len(matched), 0)
         table_id = self.model.try_table(lease_id, request, now, who)
         if table_id is None:
-            room = self.model.total - sum(map(self.model.is_pinned, self.model.cached))
-            need = fresh + sum(map(self.model.is_spare, matched))
-            if request.num_blocks <= self.model.total and need <= room:
+            for_headroom = fresh - spare <= headroom
+            no = self.refuse(request.ref, who, request.num_blocks, available, for_headroom=for_headroom)
+            pinned = sum(self.model.is_pinned(one) for one in self.model.cached if one not in matched)
+            held = sum(self.is_apart(one) for one in self.model.blocks if one not in matched)
+            enough = len(matched) + fresh <= self.model.total - pinned - held
+            if request.num_blocks > self.model.total:
+                return no
+            if enough:
                 waiting.claim_table(who, fresh - spare, now)
-            enough = fresh - spare <= headroom
-            return self.refuse(request.ref, who, request.num_blocks, available, for_headroom=enough)
+            return *no[:-1], 0 if enough else held
         self.model.prefixes.promise(table_id, request, len(matched), fresh)
         table = self.model.tables[table_id]
         source = self.model.prefixes.entry(table_id)
@@ -196,8 +200,13 @@ class Workers:
         self.model.counts["refused"] += 1
         if in_all <= self.model.total:
             self.model.waiting.refuse(who, for_headroom=for_headroom)
-            return "refusal", ref, RefusalReason.POOL_EXHAUSTED, found
-        return "refusal", ref, RefusalReason.REQUEST_TOO_LARGE, found
+            return "refusal", ref, RefusalReason.POOL_EXHAUSTED, found, 0
+        return "refusal", ref, RefusalReason.REQUEST_TOO_LARGE, found, 0
+
+    def is_apart(self, one: int) -> bool:
+        """Whether no live worker can let go of a block: a client has it, or a lost worker."""
+        holders = {lease for lease, _ in self.model.blocks[one].holders}
+        return any(not self.model.leases[lease].worker or self.model.leases[lease].is_lost for lease in holders)
 
     def process_gone(self, lease_id: int) -> None:
         lease = self.model.leases.get(lease_id)

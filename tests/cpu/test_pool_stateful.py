@@ -46,6 +46,7 @@ from tests.cpu.pool_bugs_remaps import (
 from tests.cpu.pool_bugs_waiting import (
     forgets_the_tokens_to_come,
     grants_what_others_claim,
+    holds_blocks_back_that_clients_have,
     lets_the_suspended_keep_a_block,
     names_nobody_where_all_is_shared,
     tells_no_victim_after_a_repeated_answer,
@@ -85,6 +86,10 @@ class RemapCommands(WorkersCommands, RemapRules):
 
 class WaitingCommands(WorkersCommands, WaitingRules):
     """Where blocks are short."""
+
+
+class ApartCommands(LeaseRules, WorkerRules, ClientRules, WaitingRules):
+    """And clients have some."""
 
 
 class PoolCommands(
@@ -151,6 +156,7 @@ BUGS: list[tuple[type[PoolMachine], list[Callable[[pytest.MonkeyPatch], None]]]]
             names_nobody_where_all_is_shared,
         ],
     ),
+    (ApartCommands, [holds_blocks_back_that_clients_have]),
 ]
 
 

@@ -127,6 +127,7 @@ def events_of(result: StepResult) -> list[PoolEvent]:
             total_blocks=each.total_blocks,
             pending=each.reason == REFUSAL_REASON_PREFIX_PENDING,
             pinned_blocks=each.pinned_blocks,
+            held_blocks=each.held_blocks,
         )
         for each in result.refusals
     ]

@@ -301,18 +301,20 @@ class Grant(_message.Message):
     def __init__(self, ref: _Optional[int] = ..., table_id: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., entries: _Optional[_Iterable[int]] = ..., num_tables: _Optional[int] = ..., copy_source: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
-    __slots__ = ("ref", "reason", "available_blocks", "total_blocks", "pinned_blocks")
+    __slots__ = ("ref", "reason", "available_blocks", "total_blocks", "pinned_blocks", "held_blocks")
     REF_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     AVAILABLE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     ref: int
     reason: RefusalReason
     available_blocks: int
     total_blocks: int
     pinned_blocks: int
-    def __init__(self, ref: _Optional[int] = ..., reason: _Optional[_Union[RefusalReason, str]] = ..., available_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ...) -> None: ...
+    held_blocks: int
+    def __init__(self, ref: _Optional[int] = ..., reason: _Optional[_Union[RefusalReason, str]] = ..., available_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ...) -> None: ...
 
 class Capacity(_message.Message):
     __slots__ = ("available_blocks",)
