@@ -118,10 +118,9 @@ class PoolState:
         return self.last_id
 
     def is_in_use(self) -> bool:
-        """Whether any table of a lease that is not lost has blocks."""
-        return any(
-            table.frames and self.leases[table.lease_id].state is not LeaseState.LOST for table in self.tables.values()
-        )
+        """Whether any table of a worker that is not lost has blocks: those grow, and for them is the headroom."""
+        workers = [one for one in self.leases.values() if one.is_worker and one.state is not LeaseState.LOST]
+        return any(table.frames for lease in workers for table in lease.tables.values())
 
     def cut_store(self) -> BlockStore:
         """The store; POOL_WITHOUT_GEOMETRY before the pool is cut."""

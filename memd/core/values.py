@@ -48,10 +48,10 @@ class TableRequest:
 
     Token ids are 32-bit unsigned integers; `packed`, if there is any, is them as blocks keep them. `ref` is the asker's
     own number and comes back in the answer. `arrival` is seconds on the host's monotonic clock, 0 for now. `headroom`
-    blocks must be available beside those granted, unless no other table has any. With `resume_table_id` a suspended
-    table of a worker's lease gets blocks again, with tokens, salt, priority and arrival of its own. `partial`: the
-    asker can copy a block of which only a part matches. `wait_for_prefix`: it would rather be refused than compute what
-    another table is about to.
+    blocks must be available beside those granted, unless no other worker's table has any. With `resume_table_id` a
+    suspended table of a worker's lease gets blocks again, with tokens, salt, priority and arrival of its own.
+    `partial`: the asker can copy a block of which only a part matches. `wait_for_prefix`: it would rather be refused
+    than compute what another table is about to.
     """
 
     token_ids: Sequence[int]

@@ -22,9 +22,9 @@ class TableRequest:
     """A table to create: match `token_ids`, pin what is found, and add blocks up to `num_blocks` in all.
 
     Within a priority the earlier `arrival`, in seconds of the host's CLOCK_MONOTONIC, is the more urgent; 0 is when
-    memd reads it. `headroom` blocks must be available beside those granted, unless no other table has any. With
-    `resume_table_id` a suspended table of the lease gets blocks again: token ids, salt, priority and arrival are its
-    own, and `token_ids` stays empty.
+    memd reads it. `headroom` blocks must be available beside those granted, unless no other worker's table has any.
+    With `resume_table_id` a suspended table of the lease gets blocks again: token ids, salt, priority and arrival are
+    its own, and `token_ids` stays empty.
     With `partial`, a block of which only a part matches may be granted as a copy: see Grant. With `wait_for_prefix` it
     is refused as `pending` if another table is about to compute much of its prompt.
     """

@@ -147,8 +147,8 @@ class Waiting:
         return [(tables[one].lease, one) for one in told if self.is_live(tables[one].lease)]
 
     def is_in_use(self) -> bool:
-        leases = self.model.leases
-        return any(table.blocks for table in self.model.tables.values() if leases[table.lease].state != LeaseState.LOST)
+        workers = {one for one, lease in self.model.leases.items() if lease.worker and not lease.is_lost}
+        return any(table.blocks for table in self.model.tables.values() if table.lease in workers)
 
     def refuse(self, who: Who, *, for_headroom: bool = False) -> None:
         self.refused.append((who, self.spare(who), for_headroom))

@@ -159,6 +159,14 @@ def test_headroom_counts_for_nothing_while_no_other_table_has_blocks(pool: Pool,
     assert two.step(creates=[TableRequest((), TOTAL - 2, headroom=99)]).grants
 
 
+def test_headroom_is_for_workers_and_not_for_what_clients_have(pool: Pool, one: Worker, two: Worker) -> None:
+    """Clients take what there is for everybody; a table of theirs that stays would make the request wait for good."""
+    client = pool.create_lease("client", 100.0, 1.0).lease_id
+    pool.create_table(client, TableRequest((), 1), 1.0)
+    assert one.step(creates=[TableRequest((), TOTAL - 2, headroom=3, arrival=1.0)]).grants
+    assert starts(two, 1)
+
+
 def test_who_waits_for_headroom_alone_hears_when_no_table_is_left_though_no_block_returns(
     pool: Pool, one: Worker, two: Worker
 ) -> None:
