@@ -64,7 +64,7 @@ class Admission:
             refusal = self._refuse(request.ref, asker, request.num_blocks, plan.spare, plan, headroom=headroom)
             if plan.num_blocks <= store.num_blocks - refusal.pinned_blocks - refusal.held_blocks:
                 self._waiting.claim(asker, plan.needed + headroom, now + CLAIM_S)
-                self._victims.for_creation(asker, plan.fresh - plan.spare, now)
+                self._victims.for_creation(asker, plan.fresh - plan.spare, plan.matched, now)
             return refusal  # without a claim it waits for those who pin and hold, and nobody waits for it
         if suspended is not None:
             self._state.resume_table(lease, suspended, plan, now)

@@ -25,29 +25,35 @@ def rank_of(table: Table) -> Rank:
 
 
 class Freed:
-    """Blocks that come back if some tables let go of theirs: those that nobody else has, and that are not pinned."""
+    """Blocks that come back if some tables let go of theirs: those that nobody else has, and that are not pinned.
 
-    def __init__(self, state: PoolState) -> None:
-        self._store = state.cut_store()
+    Those in the frames `found` do not either: the asker takes them anyway, and they are no room for others beside them.
+    """
+
+    def __init__(self, state: PoolState, found: Iterable[int] = ()) -> None:
+        self._store, self._found = state.cut_store(), frozenset(found)
         self._letting_go: Counter[int] = Counter()  # by frame, of those that several have
         self.count = 0
 
     def add(self, table: Table) -> None:
         """One more lets go."""
-        holders, is_pinned = self._store.blocks.holders, self._store.cached.is_pinned
+        holders = self._store.blocks.holders
         for frame in table.frames:
             if len(holders[frame]) > 1:
                 self._letting_go[frame] += 1
                 if self._letting_go[frame] < len(holders[frame]):
                     continue
-            self.count += not is_pinned(frame)
+            self.count += self._is_room(frame)
 
     def gives(self, table: Table) -> bool:
         """Whether one that was added gives any block."""
-        holders, is_pinned = self._store.blocks.holders, self._store.cached.is_pinned
+        holders = self._store.blocks.holders
         return any(
-            len(holders[frame]) in (1, self._letting_go[frame]) and not is_pinned(frame) for frame in table.frames
+            len(holders[frame]) in (1, self._letting_go[frame]) and self._is_room(frame) for frame in table.frames
         )
+
+    def _is_room(self, frame: int) -> bool:
+        return frame not in self._found and not self._store.cached.is_pinned(frame)
 
 
 class Victims:
@@ -71,10 +77,13 @@ class Victims:
             named = [next((one for one in candidates if not shared.isdisjoint(one.frames)), table)]
         self._name(named, now)
 
-    def for_creation(self, asker: Asker, missing: int, now: float) -> None:
-        """A request lacks so many blocks: tables of lower priority yield if that is enough; within one it waits."""
+    def for_creation(self, asker: Asker, missing: int, found: Iterable[int], now: float) -> None:
+        """A request lacks so many blocks beside those it has found, which are in these frames.
+
+        Tables of lower priority yield if that is enough; within one it waits.
+        """
         candidates = [table for table in self._candidates() if -table.priority > asker.rank[0]]
-        named, enough = self._choose(candidates, missing, now)
+        named, enough = self._choose(candidates, missing, now, found)
         if enough:
             self._name(named, now)
 
@@ -104,9 +113,11 @@ class Victims:
         tables = [table for lease in leases for table in lease.tables.values()]
         return sorted((one for one in tables if one.frames and one.yielding_since is None), key=rank_of, reverse=True)
 
-    def _choose(self, candidates: Sequence[Table], missing: int, now: float) -> tuple[list[Table], bool]:
+    def _choose(
+        self, candidates: Sequence[Table], missing: int, now: float, found: Iterable[int] = ()
+    ) -> tuple[list[Table], bool]:
         """The first candidates that free what is missing beside those that yield already; whether that is enough."""
-        freed = Freed(self._state)
+        freed = Freed(self._state, found)
         for table in self._state.tables.values():
             if table.yielding_since is not None and now - table.yielding_since < YIELD_S and self._can_yield(table):
                 freed.add(table)

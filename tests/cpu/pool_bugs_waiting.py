@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from memd.core.apart import HeldApart
@@ -60,6 +62,16 @@ def tells_no_victim_after_a_repeated_answer(patch: pytest.MonkeyPatch) -> None:
 
     original = Pool.step
     patch.setattr(Pool, "step", step)
+
+
+def has_tables_yield_for_what_was_found(patch: pytest.MonkeyPatch) -> None:
+    """They go for nothing: their blocks are those that the asker holds with them."""
+
+    def for_creation(self: Victims, asker: Asker, missing: int, found: Iterable[int], now: float) -> None:
+        original(self, asker, missing, (), now)
+
+    original = Victims.for_creation
+    patch.setattr(Victims, "for_creation", for_creation)
 
 
 def names_nobody_where_all_is_shared(patch: pytest.MonkeyPatch) -> None:

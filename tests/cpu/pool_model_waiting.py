@@ -81,16 +81,16 @@ class Waiting:
         missing = count - (self.model.available - self.claimed(who))
         self.claim(who, count, now + max(CLAIM_S, min(2 * (now - lease.stepped), lease.ttl)))
         candidates = [one for one in self.candidates() if self.rank(one) > who.rank]
-        chosen = self.choose(candidates, missing, now)
-        if not chosen and self.freed(self.yielding(now) | set(candidates)) < missing:
+        chosen = self.choose(candidates, missing, now, [])
+        if not chosen and len(self.freed(self.yielding(now) | set(candidates), [])) < missing:
             chosen = [one for one in candidates if self.share(one, who.table)][:1] or [who.table]
         self.name(chosen, now)
 
-    def claim_table(self, who: Who, missing: int, now: float) -> None:
+    def claim_table(self, who: Who, missing: int, found: list[int], now: float) -> None:
         self.claim(who, missing + self.model.available - self.claimed(who), now + CLAIM_S)
         candidates = [one for one in self.candidates() if self.rank(one)[0] > who.rank[0]]
-        if self.freed(self.yielding(now) | set(candidates)) >= missing:
-            self.name(self.choose(candidates, missing, now), now)
+        if len(self.freed(self.yielding(now) | set(candidates), found)) >= missing:
+            self.name(self.choose(candidates, missing, now, found), now)
 
     def share(self, one: int, other: int) -> bool:
         return not set(self.model.tables[one].blocks).isdisjoint(self.model.tables[other].blocks)
@@ -110,20 +110,19 @@ class Waiting:
         since = {one: table.yielding for one, table in tables if self.is_live(table.lease)}
         return {one for one, when in since.items() if when is not None and now - when < YIELD_S}
 
-    def freed(self, tables: set[int]) -> int:
-        """Blocks that would be available if these tables went, and not as it is."""
-        blocks = [one for one, block in self.model.blocks.items() if block.holders and not self.model.is_pinned(one)]
-        return sum({table for _, table in self.model.blocks[one].holders} <= tables for one in blocks)
+    def freed(self, tables: set[int], found: list[int]) -> set[int]:
+        """Blocks that would be room for others if these tables went, and are not as it is."""
+        blocks = self.model.blocks.items()
+        held = [one for one, block in blocks if block.holders and not (self.model.is_pinned(one) or one in found)]
+        return {one for one in held if {table for _, table in self.model.blocks[one].holders} <= tables}
 
-    def choose(self, candidates: list[int], missing: int, now: float) -> list[int]:
+    def choose(self, candidates: list[int], missing: int, now: float, found: list[int]) -> list[int]:
         before = self.yielding(now)
         chosen: list[int] = []
-        while self.freed(before | set(chosen)) < missing and len(chosen) < len(candidates):
+        while len(self.freed(before | set(chosen), found)) < missing and len(chosen) < len(candidates):
             chosen.append(candidates[len(chosen)])
-        there = before | set(chosen)
-        gone = [one for one, block in self.model.blocks.items() if block.holders and not self.model.is_pinned(one)]
-        gone = [one for one in gone if {table for _, table in self.model.blocks[one].holders} <= there]
-        return [one for one in chosen if set(gone) & set(self.model.tables[one].blocks)]
+        gone = self.freed(before | set(chosen), found)
+        return [one for one in chosen if gone & set(self.model.tables[one].blocks)]
 
     def name(self, tables: list[int], now: float) -> None:
         for one in tables:

@@ -164,7 +164,7 @@ class Workers:
             if request.num_blocks > self.model.total:
                 return no
             if enough:
-                waiting.claim_table(who, fresh - spare, now)
+                waiting.claim_table(who, fresh - spare, matched, now)
             return *no[:-1], 0 if enough else held
         self.model.prefixes.promise(table_id, request, len(matched), fresh)
         table = self.model.tables[table_id]

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from memd.core.operations import Fork, ReserveRequest, Suspend
-from memd.core.values import LeaseState, Step, TableRequest
+from memd.core.values import Commit, LeaseState, Step, TableRequest
 from tests.cpu.pool_machine import PoolMachine
+from tests.cpu.pool_model_values import SIZE
 
 
 class WaitingRules(PoolMachine):
@@ -91,3 +92,21 @@ class WaitingRules(PoolMachine):
         resume = dataclasses.replace(request, ref=1, resume_table_id=table_id)
         creates = [resume, request] if data.draw(st.booleans()) else [resume]
         self.send(lease, Step(self.next_step(lease), creates=creates))
+
+
+class UrgentRules(PoolMachine):
+    @rule(prompt=st.integers(1, 3), room=st.integers(0, 1), more=st.integers(1, 2), data=st.data())
+    def more_urgent_request_finds_what_another_has(
+        self, prompt: int, room: int, more: int, data: st.DataObject
+    ) -> None:
+        """Of two tables that fill the pool one has a prompt; a request that begins alike lacks blocks beside those."""
+        tokens, lease, table_id = [0] * (prompt * SIZE), self.worker(data), self.model.next_id
+        low = TableRequest(tokens, prompt + room, no_match=True, ref=1)
+        high = TableRequest((), max(self.model.available - prompt - room, 0), priority=2, ref=2)
+        self.send(lease, Step(self.next_step(lease), creates=[low, high]))
+        if table_id in self.own_tables(lease) and self.model.tables[table_id].blocks:
+            self.send(lease, Step(self.next_step(lease), [Commit(table_id, tokens)]))
+        other = self.worker(data)
+        asked = TableRequest([*tokens, 1], prompt + more, priority=1, ref=3)
+        self.send(other, Step(self.next_step(other), creates=[asked]))
+        self.capacity_news()

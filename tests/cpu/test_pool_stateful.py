@@ -46,6 +46,7 @@ from tests.cpu.pool_bugs_remaps import (
 from tests.cpu.pool_bugs_waiting import (
     forgets_the_tokens_to_come,
     grants_what_others_claim,
+    has_tables_yield_for_what_was_found,
     holds_blocks_back_that_clients_have,
     lets_the_suspended_keep_a_block,
     names_nobody_where_all_is_shared,
@@ -60,7 +61,7 @@ from tests.cpu.pool_rules_operations import OperationRules
 from tests.cpu.pool_rules_pins import PinRules
 from tests.cpu.pool_rules_prefixes import PrefixRules
 from tests.cpu.pool_rules_remaps import RemapRules
-from tests.cpu.pool_rules_waiting import WaitingRules
+from tests.cpu.pool_rules_waiting import UrgentRules, WaitingRules
 from tests.cpu.pool_rules_workers import WorkerRules
 
 
@@ -88,12 +89,16 @@ class WaitingCommands(WorkersCommands, WaitingRules):
     """Where blocks are short."""
 
 
+class UrgentCommands(LeaseRules, WorkerRules, UrgentRules):
+    """And priorities meet."""
+
+
 class ApartCommands(LeaseRules, WorkerRules, ClientRules, WaitingRules):
     """And clients have some."""
 
 
 class PoolCommands(
-    LeaseRules, ClientRules, PinRules, WorkerRules, OperationRules, PrefixRules, RemapRules, WaitingRules
+    LeaseRules, ClientRules, PinRules, WorkerRules, OperationRules, PrefixRules, RemapRules, WaitingRules, UrgentRules
 ):
     """Every command of the pool."""
 
@@ -156,6 +161,7 @@ BUGS: list[tuple[type[PoolMachine], list[Callable[[pytest.MonkeyPatch], None]]]]
             names_nobody_where_all_is_shared,
         ],
     ),
+    (UrgentCommands, [has_tables_yield_for_what_was_found]),
     (ApartCommands, [holds_blocks_back_that_clients_have]),
 ]
 

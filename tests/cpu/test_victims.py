@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from memd.core.operations import Fork, ReserveRequest, Suspend, Take
 from memd.core.pool import Pool
 from memd.core.values import Commit, PinRequest, Step, TableRequest
@@ -197,6 +199,22 @@ def test_a_request_makes_only_lower_priorities_yield_and_only_if_that_is_enough(
     one.suspend(low, 5)
     assert starts(two, 4, arrival=10.0, priority=1)
     assert not pool.table(equal, 1.0).suspended
+
+
+def test_nobody_yields_what_the_request_has_found_with_it(pool: Pool, one: Worker, two: Worker) -> None:
+    """Its blocks would be cached then, and taken by the request all the same: there is no more room beside them."""
+    prompt = [1] * (5 * B)
+    low, high = one.table([*prompt, 2], 6, arrival=1.0), table(one, 2.0, 6, priority=5)
+    asked = TableRequest([*prompt, 3], 7, priority=1, arrival=3.0)  # 5 found, 2 lacking, of which it would free 1
+    assert not two.step(creates=[asked]).grants
+    assert named(pool) == set()
+    asked = dataclasses.replace(asked, num_blocks=6)
+    assert not two.step(creates=[asked]).grants
+    assert named(pool) == {low}
+    one.suspend(low, 4)
+    (grant,) = two.step(creates=[asked]).grants
+    assert grant.cached_tokens == 5 * B
+    assert not pool.table(high, 1.0).suspended
 
 
 def test_a_resumed_table_asks_with_its_own_priority_and_arrival(pool: Pool, one: Worker, two: Worker) -> None:
