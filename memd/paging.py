@@ -6,9 +6,9 @@ import base64
 import binascii
 import struct
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from google.protobuf.message import Message
 
@@ -29,29 +29,38 @@ def page_size(asked: int, default: int, largest: int) -> int:
     return min(asked or default, largest)
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """What a page is of: `kind` is one byte for the call, `choice` the number of its filter; `size` in messages."""
+@dataclass(slots=True)
+class Page(Generic[MessageT]):
+    """A page as it fills: `kind` is one byte for the call, `choice` the number of its filter; `size` in messages.
+
+    It is full when a message was left out: then there is a next one.
+    """
 
     kind: bytes
     choice: int
     epoch: int
     size: int
+    messages: list[MessageT] = field(default_factory=list)
+    is_full: bool = False
+    _bytes: int = 0
 
-    def cut(self, messages: Sequence[MessageT], id_field: str) -> tuple[Sequence[MessageT], str]:
-        """The messages that fit, at least one, and the token of the next page, empty if nothing was left out."""
-        fitting, total = 0, 0
-        for message in messages[: self.size]:
-            total += message.ByteSize() + 8
-            if total > MAX_PAGE_BYTES and fitting:
-                break
-            fitting += 1
-        if fitting == len(messages):
-            return messages, ""
-        return messages[:fitting], self.token_after(getattr(messages[fitting - 1], id_field))
+    @property
+    def room(self) -> int:
+        """How many messages to look for: one more than there may be, so that it is known whether there is a rest."""
+        return self.size + 1 - len(self.messages)
 
-    def token_after(self, last_id: int) -> str:
-        """The token of the page that starts after an id."""
+    def add(self, message: MessageT) -> bool:
+        """Add the next message, the first one whatever its size; whether it fitted."""
+        self._bytes += message.ByteSize() + 8
+        self.is_full |= len(self.messages) == self.size or (self._bytes > MAX_PAGE_BYTES and bool(self.messages))
+        if not self.is_full:
+            self.messages.append(message)
+        return not self.is_full
+
+    def next_token(self, last_id: int) -> str:
+        """The token of the page after an id, the last one here; empty if nothing was left out."""
+        if not self.is_full:
+            return ""
         body = _TOKEN.pack(self.kind, self.choice, self.epoch, last_id)
         return base64.urlsafe_b64encode(body + zlib.crc32(body).to_bytes(4, "big")).decode().rstrip("=")
 

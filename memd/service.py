@@ -57,14 +57,16 @@ class PoolService:
         size = paging.page_size(request.page_size, 1000, 10_000)
         state = limits.block_state(request.state)
         after = paging.decode(request.page_token, b"B", request.state, self._pool.require_epoch)
-        views = self._pool.blocks_after(after, size + 1, state, self._life.clock())
-        page = paging.Page(b"B", request.state, self._pool.epoch, size)
-        encoded: list[types_pb2.Block] = []
-        for start in range(0, len(views), _AT_ONCE):
-            encoded += map(messages.block_message, views[start : start + _AT_ONCE])
+        page: paging.Page[types_pb2.Block] = paging.Page(b"B", request.state, self._pool.epoch, size)
+        while last := self._pool.block_id_after(after, min(page.room, _AT_ONCE) if state is None else _AT_ONCE):
+            views = self._pool.blocks_between(after, last, state, self._life.clock())
+            all(page.add(messages.block_message(view)) for view in views)
+            if page.is_full:
+                break
+            after = last
             await asyncio.sleep(0)  # a large page must not keep workers waiting
-        blocks, token = page.cut(encoded, "block_id")
-        return pb.ListBlocksResponse(blocks=blocks, next_page_token=token, epoch=self._pool.epoch)
+        token = page.next_token(page.messages[-1].block_id if page.messages else 0)
+        return pb.ListBlocksResponse(blocks=page.messages, next_page_token=token, epoch=self._pool.epoch)
 
     async def get_block(self, request: pb.GetBlockRequest, _context: Any) -> pb.GetBlockResponse:
         """One block."""
@@ -76,10 +78,13 @@ class PoolService:
         """A page of block tables by rising id."""
         size = paging.page_size(request.page_size, 100, 1000)
         after = paging.decode(request.page_token, b"T", 0, self._pool.require_epoch)
-        views = self._pool.tables_after(after, size + 1, self._life.clock())
-        page = paging.Page(b"T", 0, self._pool.epoch, size)
-        tables, token = page.cut([messages.table_message(view) for view in views], "table_id")
-        return pb.ListBlockTablesResponse(block_tables=tables, next_page_token=token, epoch=self._pool.epoch)
+        page: paging.Page[types_pb2.BlockTable] = paging.Page(b"T", 0, self._pool.epoch, size)
+        for view in self._pool.tables_after(after, page.room, self._life.clock()):
+            if not page.add(messages.table_message(view)):
+                break
+            await asyncio.sleep(0)  # one may have very many blocks
+        token = page.next_token(page.messages[-1].table_id if page.messages else 0)
+        return pb.ListBlockTablesResponse(block_tables=page.messages, next_page_token=token, epoch=self._pool.epoch)
 
     async def get_block_table(self, request: pb.GetBlockTableRequest, _context: Any) -> pb.GetBlockTableResponse:
         """One block table; its token ids only where they may be seen."""

@@ -67,6 +67,8 @@ class Blocks:
     parents     of a sealed block: the prefix identity of the block before it, 0 for the first of a table
     digests     of a sealed block: its content digest, chained over its prefix
     salts       of a sealed first block with a salt: the salt
+
+    `order` has the ids of all blocks, and some of blocks that are gone, rising: so a list can begin anywhere.
     """
 
     __slots__ = (
@@ -77,6 +79,7 @@ class Blocks:
         "ids",
         "next_id",
         "num_tokens",
+        "order",
         "parents",
         "prefixes",
         "salts",
@@ -88,6 +91,7 @@ class Blocks:
         self.block_size = block_size
         self.next_id = 1
         self.frame_of: dict[int, int] = {}  # in order of rising id
+        self.order = array("Q")
         self.ids = array("Q", [0]) * num_frames
         self.holders: list[Holders] = [()] * num_frames
         self.touched = array("d", [0.0]) * num_frames
@@ -108,6 +112,9 @@ class Blocks:
             self.holders[frame] = holders
             self.touched[frame] = now
         self.frame_of.update(zip(ids, frames, strict=True))
+        self.order.extend(ids)
+        if len(self.order) > 2 * len(self.ids):  # so at most half is of blocks that are gone, and it is seldom done
+            self.order = array("Q", self.frame_of)
         self.next_id = ids.stop
 
     def vacate(self, frame: int) -> None:

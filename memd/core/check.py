@@ -72,6 +72,8 @@ def _check_frames(store: BlockStore) -> None:
         blocks.frame_of == {blocks.ids[frame]: frame for frame in occupied}, "ids and frames of blocks do not agree"
     )
     _require(list(blocks.frame_of) == sorted(blocks.frame_of), "block ids do not rise")
+    known = [block_id for block_id in blocks.order if block_id in blocks.frame_of]
+    _require(known == list(blocks.frame_of), "the order of block ids does not have each of them once, rising")
     _require(max(blocks.frame_of, default=0) < blocks.next_id, f"block id {blocks.next_id} would be used twice")
     for frame in free:
         left = (blocks.holders[frame], blocks.prefixes[frame], blocks.digests[frame], blocks.num_tokens[frame])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from memd.core import check, errors, views
@@ -42,9 +42,8 @@ class Pool:
     Single writer; not thread-safe. Every command is all or nothing: it returns values, or raises PagepoolError with a
     reason that the protos list for it and changes nothing but counters and what time has ended. `now` is seconds on one
     monotonic clock of the caller. Ids rise and are never used twice; leases and tables share one sequence of ids.
-    Allocation takes blocks never used first, then the one freed longest ago, then evicts the cached block released
-    longest ago, by priority, and no pinned one. `layout_version` is the byte order of the memory that the slab is.
-    InvariantError means a bug here: stop the daemon.
+    Allocation takes blocks never used, then the one freed longest ago, then evicts the cached one released longest ago,
+    by priority. `layout_version` is the byte order of the slab's memory. InvariantError means a bug: stop the daemon.
     """
 
     def __init__(
@@ -258,8 +257,7 @@ class Pool:
 
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, if nobody renews before; None if no lease can be late."""
-        leases = self._state.leases.values()
-        return min((one.due for one in leases if one.state is not LeaseState.LOST), default=None)
+        return min((one.due for one in self._state.leases.values() if one.state is not LeaseState.LOST), default=None)
 
     # -- queries: never change anything
 
@@ -275,16 +273,20 @@ class Pool:
         """A block; BLOCK_NOT_FOUND if it was freed or evicted."""
         return views.block(self._state, block_id, now)
 
-    def blocks_after(self, block_id: int, limit: int, state: BlockState | None, now: float) -> list[BlockView]:
-        """Up to `limit` blocks with greater ids, by rising id; only those in `state`, if it is given."""
-        return views.blocks_after(self._state, block_id, limit, state, now)
+    def block_id_after(self, block_id: int, count: int) -> int:
+        """A greater id, with at most `count` blocks up to it; 0 if there is no block with a greater one."""
+        return views.block_id_after(self._state, block_id, count)
+
+    def blocks_between(self, after: int, last: int, state: BlockState | None, now: float) -> list[BlockView]:
+        """Blocks with ids greater than one, up to another, by rising id; only those in `state`, if it is given."""
+        return views.blocks_between(self._state, after, last, state, now)
 
     def table(self, table_id: int, now: float) -> TableView:
         """A table with its token ids; TABLE_NOT_FOUND if it was released."""
         return views.table(self._state, table_id, now)
 
-    def tables_after(self, table_id: int, limit: int, now: float) -> list[TableView]:
-        """Up to `limit` tables with greater ids, by rising id, without token ids."""
+    def tables_after(self, table_id: int, limit: int, now: float) -> Iterator[TableView]:
+        """Up to `limit` tables with greater ids, by rising id, without token ids; each as it is when it is reached."""
         return views.tables_after(self._state, table_id, limit, now)
 
     def check(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections.abc import Iterator
 from heapq import nsmallest
 from itertools import islice
@@ -48,18 +49,29 @@ def block(state: PoolState, block_id: int, now: float) -> BlockView:
     return _block_view(state, state.store, state.store.blocks.frame_of[block_id], now)
 
 
-def blocks_after(state: PoolState, block_id: int, limit: int, kind: BlockState | None, now: float) -> list[BlockView]:
-    """Up to `limit` blocks with greater ids, by rising id; only those in one state, if it is given.
+def block_id_after(state: PoolState, block_id: int, count: int) -> int:
+    """A greater id, with at most `count` blocks up to it; 0 if there is no block with a greater one."""
+    if state.store is None:
+        return 0
+    order = state.store.blocks.order
+    first = bisect_right(order, block_id)
+    return order[min(first + count, len(order)) - 1] if first < len(order) else 0
+
+
+def blocks_between(state: PoolState, after: int, last: int, kind: BlockState | None, now: float) -> list[BlockView]:
+    """Blocks with ids greater than one, up to another, by rising id; only those in one state, if it is given.
 
     Each with at most MAX_LISTED_HOLDERS of its holders, and the number of the others.
     """
     store = state.store
     if store is None:
         return []
-    frames: Iterator[int] = (frame for one, frame in store.blocks.frame_of.items() if one > block_id)
+    order, frame_of = store.blocks.order, store.blocks.frame_of
+    ids = order[bisect_right(order, after) : bisect_right(order, last)]
+    frames: Iterator[int] = (frame_of[block_id] for block_id in ids if block_id in frame_of)
     if kind is not None:
         frames = (frame for frame in frames if block_state(state, store, frame) is kind)
-    return [_block_view(state, store, frame, now, MAX_LISTED_HOLDERS) for frame in islice(frames, limit)]
+    return [_block_view(state, store, frame, now, MAX_LISTED_HOLDERS) for frame in frames]
 
 
 def table(state: PoolState, table_id: int, now: float) -> TableView:
@@ -69,11 +81,15 @@ def table(state: PoolState, table_id: int, now: float) -> TableView:
     return table_view(state, state.tables[table_id], now, with_tokens=True)
 
 
-def tables_after(state: PoolState, table_id: int, limit: int, now: float) -> list[TableView]:
-    """Up to `limit` tables with greater ids, by rising id, without token ids."""
+def tables_after(state: PoolState, table_id: int, limit: int, now: float) -> Iterator[TableView]:
+    """Up to `limit` tables with greater ids, by rising id, without token ids.
+
+    Each is looked at when it is asked for, for many may be very long; what has been released by then is left out.
+    """
     # Forks come later than their ids, which were in reserve.
-    ids = nsmallest(limit, (one for one in state.tables if one > table_id))
-    return [table_view(state, state.tables[one], now) for one in ids]
+    for one in nsmallest(limit, (one for one in state.tables if one > table_id)):
+        if one in state.tables:
+            yield table_view(state, state.tables[one], now)
 
 
 def block_state(state: PoolState, store: BlockStore, frame: int) -> BlockState:
@@ -107,7 +123,7 @@ def table_view(state: PoolState, one: Table, now: float, *, with_tokens: bool = 
         cached_tokens=one.cached_tokens,
         token_ids=struct.unpack(f"<{len(packed) // TOKEN_BYTES}I", packed),
         priority=one.priority,
-        idle_s=now - one.touched,
+        idle_s=max(now - one.touched, 0.0),  # it may have been since a list was begun
         suspended=one.kept is not None,
     )
 

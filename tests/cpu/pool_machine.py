@@ -196,7 +196,7 @@ class PoolMachine(RuleBasedStateMachine):
                 one.num_tokens,
                 (one.priority, one.pinned),
             )
-            for one in pool.blocks_after(0, 1000, None, self.now)
+            for one in pool.blocks_between(0, 1 << 20, None, self.now)
         }
         tables = {}
         for listed in pool.tables_after(0, 1000, self.now):

@@ -22,7 +22,7 @@ def pool_of(num_blocks: int = TOTAL, block_size: int = 8) -> Pool:
 def seen(pool: Pool, now: float = 1.0, waiting: int = 0, running: int = 0, uptime_s: float = 7200.0) -> Observation:
     """What the commands would read of this pool, and of one worker where requests wait or run."""
     told = messages.pool_message(pool, None, START_S)
-    blocks = [messages.block_message(one) for one in pool.blocks_after(0, 1 << 20, None, now)]
+    blocks = [messages.block_message(one) for one in pool.blocks_between(0, 1 << 20, None, now)]
     tables = [messages.table_message(one) for one in pool.tables_after(0, 1 << 20, now)]
     model = GetModelResponse(pool_epoch=pool.epoch, waiting_requests=waiting, running_requests=running)
     workers = [WorkerReport("unix:/w.sock", model)] if waiting or running else []

@@ -50,7 +50,7 @@ def in_flight(spare: int) -> Rig:
 
 
 def entries_held(rig: Rig) -> set[int]:
-    return {block.entry for block in rig.pool.blocks_after(0, 1000, None, 0.0) if block.ref_count}
+    return {block.entry for block in rig.pool.blocks_between(0, 1 << 20, None, 0.0) if block.ref_count}
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -48,7 +48,7 @@ def load(count: int, shortest: int, longest: int, seed: int = 1, priorities: Seq
 
 def utilisation(pool: Pool) -> float | None:
     """Tokens stored over the slots of the distinct blocks that tables hold; None while none holds any."""
-    blocks = pool.blocks_after(0, pool.num_blocks, BlockState.HELD, 0.0)
+    blocks = pool.blocks_between(0, 1 << 20, BlockState.HELD, 0.0)
     held = [view for view in blocks if any(holder.table_id for holder in view.holders)]
     return sum(view.num_tokens for view in held) / (len(held) * BLOCK) if held else None
 

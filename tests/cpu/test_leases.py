@@ -35,7 +35,7 @@ def working(pool: Pool, now: float = 0.0) -> int:
 
 
 def states(pool: Pool) -> list[BlockState]:
-    return [block.state for block in pool.blocks_after(0, 100, None, 0.0)]
+    return [block.state for block in pool.blocks_between(0, 1 << 20, None, 0.0)]
 
 
 @pytest.mark.parametrize(("asked", "granted"), [(0.001, 1.0), (60.0, 60.0), (1e9, 3600.0), (float("inf"), 3600.0)])

@@ -43,7 +43,7 @@ def doctor(pool: Pool) -> list[str]:
     """Lines of `pagepool doctor` about tables that nobody uses."""
     seen = Observation(
         pool_message(pool, None, 0.0),
-        [block_message(one) for one in pool.blocks_after(0, 99, None, END)],
+        [block_message(one) for one in pool.blocks_between(0, 1 << 20, None, END)],
         [table_message(one) for one in pool.tables_after(0, 99, END)],
         at_s=END,
     )

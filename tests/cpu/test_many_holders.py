@@ -112,7 +112,7 @@ def test_a_reference_costs_as_much_among_thousands_as_among_hundreds(pool: Pool,
 def test_a_list_of_blocks_names_some_holders_and_counts_the_rest(pool: Pool, worker: Worker) -> None:
     table, new = worker.table(2), worker.ids(99)
     worker.step(operations=[Fork(table, one) for one in new])
-    for listed in pool.blocks_after(0, 10, None, 0.0):
+    for listed in pool.blocks_between(0, 10, None, 0.0):
         assert (len(listed.holders), listed.more_holders, listed.ref_count) == (MAX_LISTED_HOLDERS, 36, 100)
         message = block_message(listed)
         assert (len(message.holders), message.more_holders) == (64, 36)

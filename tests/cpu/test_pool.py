@@ -39,7 +39,7 @@ def worker(pool: Pool) -> int:
 
 
 def everything(pool: Pool) -> Any:
-    blocks, tables = pool.blocks_after(0, 100, None, 0.0), pool.tables_after(0, 100, 0.0)
+    blocks, tables = pool.blocks_between(0, 1 << 20, None, 0.0), pool.tables_after(0, 100, 0.0)
     return blocks, [pool.table(one.table_id, 0.0) for one in tables], pool.usage(), pool.num_leases
 
 
@@ -289,7 +289,7 @@ def test_commits_seal_what_is_full_and_the_table_shows_its_tokens(pool: Pool, wo
     pool.step(worker, Step(2, commits=[Commit(table, tokens[:5]), Commit(table, tokens[5:])]), 1.0)
     view = pool.table(table, 1.0)
     assert (list(view.token_ids), view.num_tokens, view.cached_tokens) == (tokens, B + 3, 0)
-    blocks = pool.blocks_after(0, 10, None, 1.0)
+    blocks = pool.blocks_between(0, 10, None, 1.0)
     assert [(block.sealed, block.num_tokens, bool(block.digest)) for block in blocks] == [
         (True, B, True),
         (False, 3, False),
@@ -356,9 +356,9 @@ def test_pages_go_by_rising_id_and_states_are_filtered(pool: Pool, client: int, 
     pool.allocate_blocks(client, 2, 0.0)
     table = pool.step(worker, Step(1, creates=[TableRequest([], 2)]), 0.0).grants[0].table_id
     pool.step(worker, Step(2, commits=[Commit(table, [1] * B)], releases=[table]), 0.0)
-    assert [block.block_id for block in pool.blocks_after(0, 2, None, 0.0)] == [1, 2]
-    assert [block.block_id for block in pool.blocks_after(2, 2, None, 0.0)] == [3]
-    assert [block.block_id for block in pool.blocks_after(0, 9, BlockState.CACHED, 0.0)] == [3]
+    assert [block.block_id for block in pool.blocks_between(0, 2, None, 0.0)] == [1, 2]
+    assert [block.block_id for block in pool.blocks_between(2, 9, None, 0.0)] == [3]
+    assert [block.block_id for block in pool.blocks_between(0, 9, BlockState.CACHED, 0.0)] == [3]
     tables = [pool.create_table(client, TableRequest([], 0), 0.0).table_id for _ in range(3)]
     assert [one.table_id for one in pool.tables_after(tables[0], 9, 0.0)] == tables[1:]
 

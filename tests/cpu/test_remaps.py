@@ -92,7 +92,7 @@ def test_the_newcomer_is_given_up_for_the_block_in_the_index(
         True,
         [(worker.lease, 0)],
     )
-    assert [one.block_id for one in pool.blocks_after(0, 99, BlockState.QUARANTINED, 0.0)] == [
+    assert [one.block_id for one in pool.blocks_between(0, 1 << 20, BlockState.QUARANTINED, 0.0)] == [
         *second.blocks.block_ids[:2]
     ]
 

@@ -67,7 +67,7 @@ class Worker:
 
 
 def seen(pool: Pool) -> Any:
-    return pool.usage(), pool.version, pool.tables_after(0, 100, 9.0), pool.blocks_after(0, 100, None, 9.0)
+    return pool.usage(), pool.version, list(pool.tables_after(0, 100, 9.0)), pool.blocks_between(0, 100, None, 9.0)
 
 
 def calls(step: Callable[[], object]) -> int:

@@ -173,8 +173,8 @@ class PoolServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListBlocks(self, request, context):
-        """Lists blocks by rising id, a page at a time. A page is a snapshot; blocks that come or go between pages may be
-        missed, none is listed twice. Idempotent; changes nothing.
+        """Lists blocks by rising id, a page at a time. Others are served meanwhile: blocks that come or go may be missed, none
+        is listed twice. Idempotent; changes nothing.
         INVALID_ARGUMENT / INVALID_FIELD: negative page_size, a state that is none, or a page_token that this call did not
         return for the same state.
         FAILED_PRECONDITION / EPOCH_MISMATCH: the page_token is of another memd life; list from the start.
@@ -193,7 +193,8 @@ class PoolServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListBlockTables(self, request, context):
-        """Lists block tables by rising id, a page at a time, without token ids. Idempotent; changes nothing.
+        """Lists block tables by rising id, a page at a time, without token ids. Others are served meanwhile: tables that come
+        or go may be missed, none is listed twice. A page ends early at 3 MiB. Idempotent; changes nothing.
         INVALID_ARGUMENT / INVALID_FIELD: negative page_size, or a page_token that this call did not return.
         FAILED_PRECONDITION / EPOCH_MISMATCH: the page_token is of another memd life; list from the start.
         """
