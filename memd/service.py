@@ -181,7 +181,7 @@ class PoolService:
 
         def call(now: float) -> pb.CreateBlockTableResponse:
             limits.require_answerable(request.num_blocks)
-            asked = TableRequest(list(request.token_ids), request.num_blocks, request.salt, request.priority)
+            asked = TableRequest(request.token_ids, request.num_blocks, request.salt, request.priority)
             view = self._pool.create_table(request.lease_id, asked, now)
             return pb.CreateBlockTableResponse(block_table=messages.table_message(view))
 

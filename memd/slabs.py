@@ -186,7 +186,7 @@ async def _host_slab(config: MemdConfig, stop: asyncio.Event) -> HostSlab | None
     """Waits a while for shared memory that a former memd's workers still map."""
     deadline = time.monotonic() + FORMER_WORKERS_S
     while not stop.is_set():
-        held = sweep(config.slab_dir)
+        held = await asyncio.to_thread(sweep, config.slab_dir)
         size = config.pool_bytes or default_pool_bytes(config.slab_dir)
         try:
             return await asyncio.to_thread(HostSlab.create, config.slab_dir, size, lambda: not stop.is_set())
@@ -209,7 +209,7 @@ async def keep_sweeping(slab_dir: Path) -> None:
     """Until cancelled: what workers of a former memd let go of late must not cost memory for good."""
     while True:
         await asyncio.sleep(SWEEP_S)
-        sweep(slab_dir)
+        await asyncio.to_thread(sweep, slab_dir)  # to give tens of gigabytes back takes the kernel a while
 
 
 def slab_message(slab: Slab) -> worker_service_pb2.Slab:

@@ -129,7 +129,9 @@ class ClientLeases:
         self.require_table(lease)
         check_priority("priority", request.priority)
         store = self._state.cut_store()
-        packed = pack_checked(request.token_ids, request.salt)
+        # What no pool of this size can hold is not looked at. One token more: the last one is never found.
+        most = store.num_blocks * self._state.block_size + 1
+        packed = pack_checked(request.token_ids[:most], request.salt)
         plan = self._state.plan(request, packed, self._waiting.claimed_before(None))
         self.require(store, request.num_blocks, plan.needed, max(plan.spare + plan.idle, 0))
         return self._state.create_table(lease, request, plan, now)

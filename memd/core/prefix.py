@@ -7,6 +7,7 @@ salt). A match compares token ids and the identity of the block before too, so a
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from hashlib import sha256
 
 from memd.core.allocator import NOWHERE
@@ -82,15 +83,14 @@ class PrefixIndex:
             found.append(frame)
         return found
 
-    def following(self, matched: list[int], packed: bytes, salt: bytes, most: int) -> list[bytes]:
-        """Digests of at most so many full blocks of these packed token ids that come after a match."""
+    def following(self, matched: list[int], packed: bytes, salt: bytes, most: int) -> Iterator[bytes]:
+        """Digests of up to so many full blocks of these packed tokens that come after a match, made when asked for."""
         size = self._blocks.block_size * TOKEN_BYTES
         digest = self._blocks.digests[matched[-1]] if matched else root_digest(self.model_digest, salt)
-        found, first = [], len(matched) * size
+        first = len(matched) * size
         for start in range(first, min(len(packed) - size + 1, first + most * size), size):
             digest = sha256(digest + packed[start : start + size]).digest()
-            found.append(digest)
-        return found
+            yield digest
 
     def partial(self, matched: list[int], packed: bytes, salt: bytes) -> tuple[int, int]:
         """After a match, the block that begins with the most of the tokens that follow; (frame, tokens in common).

@@ -7,7 +7,7 @@ nothing, and who is waited for has all the blocks that it needs: so nobody waits
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 MIN_TOKENS = 64
 """What a wait must save: fewer tokens are computed within one step, mostly beside others."""
@@ -33,11 +33,12 @@ class Promises:
     def __bool__(self) -> bool:
         return bool(self._tables)
 
-    def make(self, table_id: int, digests: Sequence[bytes]) -> None:
+    def make(self, table_id: int, digests: Iterable[bytes]) -> None:
         """A table will seal blocks with these digests, in this order."""
-        if digests:
-            self._digests[table_id] = list(reversed(digests))
-            for digest in digests:
+        made = list(digests)
+        if made:
+            self._digests[table_id] = made[::-1]
+            for digest in made:
                 self._tables[digest] = (*self._tables.get(digest, ()), table_id)
 
     def sealed(self, table_id: int, digest: bytes) -> None:

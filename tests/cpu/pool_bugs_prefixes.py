@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from memd.core.beginnings import Beginnings
@@ -57,7 +59,7 @@ def wakes_nobody_at_the_end(patch: pytest.MonkeyPatch) -> None:
 def waits_for_the_last_token(patch: pytest.MonkeyPatch) -> None:
     """A request waits for a block that it will not be granted, for its last token is in it."""
 
-    def following(self: PrefixIndex, matched: list[int], packed: bytes, salt: bytes, most: int) -> list[bytes]:
+    def following(self: PrefixIndex, matched: list[int], packed: bytes, salt: bytes, most: int) -> Iterator[bytes]:
         return original(self, matched, packed, salt, most + 1)
 
     original = PrefixIndex.following

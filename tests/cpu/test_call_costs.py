@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from memd.core import clients
+from memd.core import clients, prefix
 from memd.core.operations import Fork
 from memd.core.pool import Pool
 from memd.core.values import Commit, TableRequest
@@ -140,3 +141,54 @@ def test_a_lease_has_so_many_references_to_a_block_and_no_more() -> None:
     pool.free_blocks(lease, [one], 0.0)
     pool.share_blocks(lease, [two, one], 0.0)
     pool.check()
+
+
+# -- tokens
+
+
+def test_of_more_tokens_than_the_pool_can_hold_no_more_are_looked_at() -> None:
+    tokens = list(range(3 * B))
+    worker, lease = Worker(4), 0
+    (table,) = worker.tables(1, 3)
+    worker.step(commits=[Commit(table, tokens)], releases=[table])
+    lease = new_lease(worker.pool)
+
+    class Tokens(list[int]):
+        looked_at = 0
+
+        def __getitem__(self, at: Any) -> Any:
+            found = super().__getitem__(at)
+            self.looked_at += len(found)
+            return found
+
+    long = Tokens(tokens + [7] * 100_000)
+    found = worker.pool.create_table(lease, TableRequest(long, 4), 1.0)
+    assert (found.cached_tokens, long.looked_at) == (3 * B, 4 * B + 1)
+    # All blocks of the pool are found, by one token more than they have.
+    worker.pool.release_table(lease, found.table_id, 1.0)
+    (table,) = worker.tables(1, 4)
+    worker.step(commits=[Commit(table, list(range(4 * B)))], releases=[table])
+    assert worker.pool.create_table(lease, TableRequest(list(range(4 * B + 9)), 4), 1.0).cached_tokens == 4 * B
+
+
+def test_a_prompt_is_hashed_as_far_as_it_is_promised_and_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed, sha256 = list[int](), prefix.sha256
+
+    def counted(data: bytes) -> Any:
+        hashed.append(len(data))
+        return sha256(data)
+
+    monkeypatch.setattr(prefix, "sha256", counted)
+    worker = Worker(1000)
+    promised = list(range(10 * B))
+    worker.step(creates=[TableRequest([*promised, 1], 11)])
+
+    def asking(prompt: list[int]) -> int:
+        hashed.clear()
+        worker.step(creates=[TableRequest(prompt, 1000, wait_for_prefix=True)])  # too many blocks: it is refused
+        return len(hashed)
+
+    beside = [99] * (900 * B)
+    assert asking(beside) <= 4, "the digests of all 900 blocks were made"
+    assert asking([*promised, *beside]) <= 10 + 4
+    assert worker.pool.counters.prefix_pending_requests == 1

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,6 +253,27 @@ async def test_a_slab_that_its_last_worker_lets_go_later_is_removed_in_time(
             break
     sweeping.cancel()
     assert not slabs_in(shm)
+
+
+async def test_nobody_waits_while_the_memory_of_a_former_slab_is_given_back(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the kernel likes: here until others have had their turn."""
+    monkeypatch.setattr(slabs, "SWEEP_S", 0.0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def remove(_: Path) -> list[Path]:
+        begun.set()
+        assert go_on.wait(5.0), "nobody else had a turn"
+        return []
+
+    monkeypatch.setattr(slabs, "remove_stale_slabs", remove)
+    sweeping = asyncio.create_task(slabs.keep_sweeping(shm))
+    assert await asyncio.to_thread(begun.wait, 5.0)
+    go_on.set()
+    sweeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sweeping
 
 
 def slabs_in(shm: Path) -> list[Path]:
