@@ -48,6 +48,17 @@ def lease_lost(lease_id: int, why: str) -> PagepoolError:
     return PagepoolError(Reason.LEASE_LOST, message, lease_id=lease_id, why=why)
 
 
+def lock_file_of_lost(lock_file: str, lease_id: int, why: str) -> PagepoolError:
+    """A worker attaches with a lock file that keeps the blocks of a lost lease out of use."""
+    message = (
+        f"hello.lock_file is {lock_file!r}, the file of lease {lease_id}, which is lost: {why}; what that held comes "
+        "back when its lock is free: stop using the mapping, drop the lock, attach anew with a file of another name"
+    )
+    return PagepoolError(
+        Reason.LEASE_LOST, message, field="hello.lock_file", lock_file=lock_file, lease_id=lease_id, why=why
+    )
+
+
 def block_not_found(block_id: int) -> PagepoolError:
     """No such block now."""
     message = f"block {block_id} does not exist: it was freed or evicted, or never existed; nothing was changed"

@@ -29,11 +29,17 @@ class WorkerLeases:
         self._waiting = waiting
 
     def attach(self, worker_name: str, lock_file: str, timeout_s: float, now: float) -> Lease:
-        """A new lease. The pool must have been cut."""
+        """A new lease. The pool must have been cut, and no lost lease have this lock file.
+
+        For what that one held comes back when the lock is free, and a worker that goes on with it keeps it locked.
+        """
         require_name("hello.worker_name", worker_name)
         if not lock_file:
             raise invalid_field("hello.lock_file", "empty", "the name of a locked file", "create and lock one")
         self._state.cut_store()
+        for one in self._state.leases.values():
+            if one.lock_file == lock_file and (one.state is LeaseState.LOST or one.is_late(now)):
+                raise errors.lock_file_of_lost(lock_file, one.lease_id, one.lost_because or one.why_late(now))
         lease = Lease(self._state.new_id(), worker_name, timeout_s, now + timeout_s, lock_file, stepped=now)
         self._state.leases[lease.lease_id] = lease
         return lease

@@ -109,13 +109,18 @@ class PoolMachine(RuleBasedStateMachine):
         return expected
 
     def attach_worker(self, lock: str, reclaim: tuple[int, int] | None) -> int:
-        attached = self.pool.attach("worker", lock, TIMEOUT, self.now, reclaim)
-        expected = self.model.workers.attach(lock, self.now, reclaim)
-        assert (attached.lease.lease_id, attached.reclaimed) == expected
-        if lock != "two":
-            self.pool.remaps.listen(attached.lease.lease_id, self.now)
-            self.model.remaps.listen(attached.lease.lease_id, self.now)
-        return attached.lease.lease_id
+        def actual() -> Any:
+            attached = self.pool.attach("worker", lock, TIMEOUT, self.now, reclaim)
+            return attached.lease.lease_id, attached.reclaimed
+
+        answer = self.agree(actual, lambda: self.model.workers.attach(lock, self.now, reclaim))
+        if answer is Reason.LEASE_LOST:  # a lost lease has that file
+            return self.attach_worker(f"{lock}-{self.model.next_id}", None)
+        lease: int = answer[0]
+        if not lock.startswith("two"):
+            self.pool.remaps.listen(lease, self.now)
+            self.model.remaps.listen(lease, self.now)
+        return lease
 
     def reclaim(self, lease: int) -> None:
         """A worker's stream breaks, and it takes its lease back if that can be."""

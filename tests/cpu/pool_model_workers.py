@@ -52,6 +52,8 @@ class Workers:
                     lease.state, lease.deadline, lease.replaying = LeaseState.LIVE, now + TIMEOUT, True
                     self.model.waiting.attached(reclaim[1])
                     return reclaim[1], True
+        if any(one.lock == lock and (one.is_lost or now >= one.due) for one in self.model.leases.values()):
+            raise Refused(Reason.LEASE_LOST)
         return self.model.new_lease(ModelLease(True, TIMEOUT, now + TIMEOUT, lock, stepped=now)), False
 
     def step(self, lease_id: int, step: Step, now: float) -> Any:

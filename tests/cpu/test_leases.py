@@ -188,15 +188,41 @@ def test_a_reclaimed_lease_keeps_its_tables_and_its_step_ids(pool: Pool) -> None
     assert pool.step(lease, Step(3), 9.0) == StepOutcome(3, [], [])
 
 
-@pytest.mark.parametrize(
-    ("lock", "epoch", "now"), [("other", 7, 1.0), ("lock", 8, 1.0), ("lock", 7, 10.0)], ids=["lock", "epoch", "late"]
-)
-def test_what_cannot_be_reclaimed_gives_a_new_lease(pool: Pool, lock: str, epoch: int, now: float) -> None:
+@pytest.mark.parametrize(("lock", "epoch"), [("other", 7), ("lock", 8)], ids=["lock", "epoch"])
+def test_what_cannot_be_reclaimed_gives_a_new_lease(pool: Pool, lock: str, epoch: int) -> None:
     lease = working(pool)
     pool.stream_broken(lease)
-    attached = pool.attach("worker", lock, 10.0, now, (epoch, lease))
+    attached = pool.attach("worker", lock, 10.0, 1.0, (epoch, lease))
     assert (attached.reclaimed, attached.lease.lease_id > lease) == (False, True)
-    assert pool.lease(lease).state is (LeaseState.LOST if now == 10.0 else LeaseState.DETACHED)
+    assert pool.lease(lease).state is LeaseState.DETACHED
+
+
+@pytest.mark.parametrize("reclaims", [False, True])
+@pytest.mark.parametrize("ticked", [False, True])
+def test_the_lock_file_of_a_lost_lease_is_good_for_no_other(pool: Pool, *, reclaims: bool, ticked: bool) -> None:
+    """Else its blocks would be out of use for as long as the worker lives, which need not be told of it otherwise."""
+    lease = working(pool)
+    pool.stream_broken(lease)
+    if ticked:
+        pool.tick(10.0)
+    with pytest.raises(PagepoolError) as error:
+        pool.attach("worker", "lock", 10.0, 10.0, (7, lease) if reclaims else None)
+    assert (refused(error), error.value.field) == (Reason.LEASE_LOST, "hello.lock_file")
+    assert error.value.metadata == {
+        "lock_file": "lock",
+        "lease_id": str(lease),
+        "why": "nothing was heard from its worker for 10 s",
+    }
+    for word in ("'lock'", f"lease {lease}", "nothing was heard", "drop the lock", "another name"):
+        assert word in error.value.message
+    pool.tick(10.0)
+    assert pool.usage().quarantined == 2
+    other = pool.attach("worker", "other", 10.0, 10.0).lease.lease_id
+    pool.process_gone(lease, 11.0)  # the lock was dropped, as the error says
+    assert (pool.usage().quarantined, pool.usage().free) == (0, 7)
+    again = pool.attach("worker", "lock", 10.0, 11.0).lease.lease_id
+    assert (pool.lease(other).state, pool.lease(again).state) == (LeaseState.LIVE, LeaseState.LIVE)
+    pool.check()
 
 
 def test_steps_whose_answers_were_lost_are_answered_again_and_applied_once(pool: Pool) -> None:

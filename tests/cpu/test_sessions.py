@@ -24,6 +24,9 @@ from tests.cpu.memory_pool import make_pool
 class Locks:
     """All are held by workers that live."""
 
+    def __init__(self) -> None:
+        self.dropped: list[str] = []
+
     def hold(self, name: str) -> None:
         assert name == "lock"
 
@@ -34,7 +37,7 @@ class Locks:
         return (name, lease_id > 0) == ("lock", True)
 
     def drop(self, name: str) -> None:
-        assert name == "lock"
+        self.dropped.append(name)
 
 
 class Call:
@@ -73,8 +76,11 @@ class Rig:
         self.pool: Pool = make_pool(8)
         self.failures: list[Exception] = []
         self.now = 0.0
-        self.sessions = Sessions(self.pool, Locks(), lambda: self.now, self.failures.append)
-        self.service = WorkerService(self.pool, self.sessions, Locks(), WorkerTerms(10.0, pb.Slab()), lambda: self.now)
+        self.locks = Locks()
+        self.sessions = Sessions(self.pool, self.locks, lambda: self.now, self.failures.append)
+        self.service = WorkerService(
+            self.pool, self.sessions, self.locks, WorkerTerms(10.0, pb.Slab()), lambda: self.now
+        )
 
     def hello(self, call: Call, **reclaim: int) -> asyncio.Task[None]:
         assert self.pool.geometry is not None
@@ -136,6 +142,24 @@ def test_a_violation_costs_the_lease_before_another_stream_can_take_it_up() -> N
         assert error.reason is Reason.PROTOCOL_VIOLATION
         assert rig.pool.lease(lease).state is LeaseState.LOST
         again.cancel()
+
+    asyncio.run(play())
+
+
+def test_a_worker_that_keeps_the_file_of_its_lost_lease_is_told_why_it_may_not() -> None:
+    """And memd goes on to watch the file, whose lock says when the old blocks come back."""
+
+    async def play() -> None:
+        rig, old, new = Rig(), Call(), Call()
+        former = rig.hello(old)
+        lease = (await answer(old, "welcome")).welcome.lease_id
+        rig.now = 10.0
+        rig.sessions.tick()
+        assert isinstance(await ended(former), PagepoolError)
+        error = await ended(rig.hello(new))
+        assert isinstance(error, PagepoolError)
+        assert (error.reason, error.metadata["lease_id"]) == (Reason.LEASE_LOST, str(lease))
+        assert (new.left, rig.locks.dropped, rig.pool.waiting_for_process()) == ([], [], [(lease, "lock")])
 
     asyncio.run(play())
 

@@ -65,7 +65,7 @@ class WorkerServiceServicer:
         values; use those weights, or another memd.
         FAILED_PRECONDITION / LEASE_LOST: no heartbeat in time, or a Remap was not acknowledged within --ack-timeout; the
         worker is fenced (see Hello.lock_file): drop what was computed since, stop using the mapping, drop the lock,
-        attach anew.
+        attach anew. Or Hello names the lock file of a lost lease: likewise, with a file of another name.
         FAILED_PRECONDITION / PROTOCOL_VIOLATION: a step, commit or operation that cannot be (unknown table, tokens beyond
         the table's blocks or into a block that another table has too, a block or table id that is not in the reserve, a
         suspended table in use or resumed twice, step ids not rising, a Remap acknowledged that never was, a field of it
