@@ -69,14 +69,17 @@ class PrefixPins:
         return KeptPrefix(len(frames) * self._state.block_size, len(frames), retention.until)
 
     def unpin(self, token_ids: Sequence[int], salt: bytes, now: float) -> UnpinnedPrefix:
-        """End the pin of these token ids; no error if there is none. Other pins of the same blocks stay."""
+        """End the pin of these token ids; no error if there is none, or nothing of its prefix is found any more.
+
+        Other pins of the same blocks stay. PREFIX_NOT_FOUND if there is no pin and nothing is found.
+        """
         store = self._state.cut_store()
         key, frames = self._find(store, token_ids, salt)
         was_kept = self._tree.get(key) is not None
+        if not (frames or was_kept):
+            raise errors.prefix_not_found(len(token_ids), self._state.block_size)
         self._tree.drop(key)
         self._settle(store, now)
-        if not frames:
-            raise errors.prefix_not_found(len(token_ids), self._state.block_size)
         return UnpinnedPrefix(len(frames) * self._state.block_size, len(frames), was_kept)
 
     def tick(self, now: float) -> None:

@@ -54,9 +54,9 @@ class Pins:
     def unpin(self, tokens: Sequence[int], salt: bytes) -> Any:
         found, key = self.find(tokens, salt)
         was_kept = key in self.pins
-        self.settle(self.end(key))  # also where nothing is found: what follows an evicted block may be there
-        if not found:
+        if not (found or was_kept):
             raise Refused(Reason.PREFIX_NOT_FOUND)
+        self.settle(self.end(key))  # also where nothing is found: what follows an evicted block may be there
         return len(found) * SIZE, len(found), was_kept
 
     def tick(self, now: float) -> None:

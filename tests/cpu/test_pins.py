@@ -122,6 +122,22 @@ def test_a_pin_of_what_grew_since_covers_the_new_blocks_too(pool: Pool) -> None:
     assert kept(pool, tokens, 0.0) == [None] * 4
 
 
+def test_a_pin_of_what_was_evicted_is_ended_without_an_error_and_one_that_never_was_is_none() -> None:
+    pool = make_pool(3)
+    serve(pool, ANN)
+    keep(pool, ANN, 60.0, -1)
+    client = pool.create_lease("client", 3600.0, 0.0).lease_id
+    pool.free_blocks(client, pool.allocate_blocks(client, 3, 0.0).block_ids, 0.0)
+    version = pool.version
+    with pytest.raises(PagepoolError) as caught:
+        pool.prefixes.unpin(BOB, b"", 0.0)
+    assert (caught.value.reason, pool.version) == (Reason.PREFIX_NOT_FOUND, version)
+    assert pool.prefixes.unpin(ANN, b"", 0.0) == UnpinnedPrefix(0, 0, was_kept=True)
+    with pytest.raises(PagepoolError):
+        pool.prefixes.unpin(ANN, b"", 0.0)
+    pool.check()
+
+
 def test_a_salt_is_part_of_what_is_pinned(pool: Pool) -> None:
     keep(pool, ANN, 60.0)
     with pytest.raises(PagepoolError) as caught:

@@ -393,7 +393,7 @@ class PoolServiceServicer:
         """Ends what PinPrefix said for these very token ids (their whole blocks) and salt; what was said for longer or shorter
         ones, which have blocks in common with them, stays. Counts as a use. Idempotent: what is not kept is no error.
         FAILED_PRECONDITION / POOL_WITHOUT_GEOMETRY: no worker has attached yet.
-        NOT_FOUND / PREFIX_NOT_FOUND: no whole block of it is in the pool.
+        NOT_FOUND / PREFIX_NOT_FOUND: no whole block of it is in the pool, and it was not kept.
         INVALID_ARGUMENT / INVALID_FIELD: salt over 64 bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
