@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from memd.core.cached import Retention
 from memd.core.errors import InvariantError
@@ -47,6 +48,11 @@ class PinTree:
         """How many pins there are."""
         return len(self._last)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the prefixes, also those that were evicted and are not forgotten yet."""
+        return len(self._blocks)
+
     def get(self, key: bytes) -> Retention | None:
         """What a pin says, or None if there is none."""
         return self._last[key].pins[key] if key in self._last else None
@@ -83,14 +89,25 @@ class PinTree:
             del last.pins[key]
             self._touch(last)
 
-    def drop_evicted(self, there: Container[int]) -> None:
-        """End the pins that keep nothing any more: no block of theirs is there, by its id."""
-        for key, last in list(self._last.items()):
-            block: KeptBlock | None = last
-            while block is not None and block.block_id not in there:
-                block = block.before
-            if block is None:
-                self.drop(key)
+    def forget_evicted(self, there: Container[int]) -> None:
+        """Forget the blocks that are not there any more, by their ids. All changes must have been settled.
+
+        Each pin goes on with what is there of its prefix, kept as it was, and one of which nothing is there ends.
+        """
+        gone = [block for block in self._blocks.values() if block.block_id not in there]
+        for block in sorted(gone, key=attrgetter("index")):
+            before = block.before  # is there, or None: whatever was not has been taken out from between by now
+            del self._blocks[block.block_id]
+            for after in block.after.values():
+                after.before = before
+            if before is None:
+                for key in block.pins:
+                    del self._last[key]
+                continue
+            del before.after[block.block_id]
+            before.after.update(block.after)
+            before.pins.update(block.pins)
+            self._last.update(dict.fromkeys(block.pins, before))
 
     def settle(self) -> list[tuple[int, Retention | None]]:
         """How the blocks of the prefixes that were added or dropped are kept now, the last blocks first."""

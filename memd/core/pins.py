@@ -27,12 +27,15 @@ PINNED_SHARE = 2
 """At most one in so many blocks of the pool may be pinned: the others are for whoever computes."""
 MAX_PINS = 16_384
 """Prefixes that may be kept at a time."""
+TREE_SHARE = 2
+"""The tree of pins has at most so many blocks for each one of the pool: evicted ones are forgotten before that."""
 
 
 class PrefixPins:
-    """The commands that keep prefixes, and the passing of their time."""
+    """The commands that keep prefixes, and the passing of their time. `tree_share`: TREE_SHARE."""
 
     def __init__(self, state: PoolState) -> None:
+        self.tree_share = TREE_SHARE
         self._state = state
         self._tree = PinTree()
         self._ends: list[tuple[float, int, bytes]] = []  # a heap of (until, number, pin); old entries mean nothing
@@ -52,8 +55,7 @@ class PrefixPins:
         if not frames:
             raise errors.prefix_not_found(len(request.token_ids), self._state.block_size)
         if self._tree.get(key) is None and len(self._tree) >= MAX_PINS:
-            self._tree.drop_evicted(store.blocks.frame_of)
-            self._settle(store, now)
+            self._tree.forget_evicted(store.blocks.frame_of)
         if self._tree.get(key) is None and len(self._tree) >= MAX_PINS:
             raise errors.too_many_pins(len(self._tree), MAX_PINS)
         if request.pinned:
@@ -61,6 +63,9 @@ class PrefixPins:
             most = store.num_blocks // PINNED_SHARE
             if pinned > most:
                 raise errors.pin_limit(pinned, most, store.num_blocks)
+        # Without the evicted ones it has no more than the pool, and so many at most are added.
+        if self._tree.num_blocks + len(frames) > self.tree_share * store.num_blocks:
+            self._tree.forget_evicted(store.blocks.frame_of)
         retention = Retention(request.priority, request.pinned, now + request.ttl_s)
         self._tree.drop(key)
         self._tree.add(key, [store.blocks.ids[frame] for frame in frames], retention)

@@ -21,7 +21,7 @@ from memd.core.values import (
 )
 from pagepool.errors import PagepoolError, Reason
 from tests.cpu.pool_model import Model
-from tests.cpu.pool_model_values import ACK_TIMEOUT, GEOMETRY, SIZE, TIMEOUT, ModelLease, Refused
+from tests.cpu.pool_model_values import ACK_TIMEOUT, GEOMETRY, SIZE, TIMEOUT, TREE_SHARE, ModelLease, Refused
 
 # A token stream is a list of blocks of one repeated token, so that prefixes often agree, and a part of a block.
 streams = st.builds(
@@ -55,6 +55,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = Pool(7, SIZE, 1 << 30, total)
         self.pool.declare(GEOMETRY)
         self.pool._state.promises.min_tokens, self.pool._state.promises.patience_s = SIZE, inf
+        self.pool.prefixes.tree_share = TREE_SHARE
         self.model = Model(total)
         self.now = 0.0
         self.version, self.before = self.pool.version, self.seen()

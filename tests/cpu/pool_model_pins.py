@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pagepool.errors import Reason
-from tests.cpu.pool_model_values import SIZE, Refused
+from tests.cpu.pool_model_values import SIZE, TREE_SHARE, Refused
 
 if TYPE_CHECKING:
     from tests.cpu.pool_model import Model
@@ -45,6 +45,9 @@ class Pins:
         pinned = {one for one, (_, is_pinned, _) in self.model.kept.items() if is_pinned}
         if retention[1] and len(pinned | set(found)) > self.model.total // 2:
             raise Refused(Reason.PIN_LIMIT)
+        covered = {one for pin in self.pins.values() for one in self.path(pin.last)}
+        if len(covered) + len(found) > TREE_SHARE * self.model.total:
+            self.forget_evicted()
         old = self.end(key)
         self.before.update(zip(found, [0, *found], strict=False))
         self.pins[key] = Pin(found[-1], retention)
@@ -63,6 +66,20 @@ class Pins:
         over = [(pin.until, key) for key, pin in self.pins.items() if pin.until <= now]
         self.settle([one for _, key in sorted(over, key=lambda each: each[0]) for one in self.end(key)])
 
+    def forget_evicted(self) -> None:
+        """Pins end with the last block of theirs that is there, or altogether."""
+        for key, pin in list(self.pins.items()):
+            pin.last = self.nearest(pin.last)
+            if not pin.last:
+                del self.pins[key]
+        there = self.model.blocks
+        self.before = {one: self.nearest(before) for one, before in self.before.items() if one in there}
+
+    def nearest(self, one: int) -> int:
+        while one and one not in self.model.blocks:
+            one = self.before[one]
+        return one
+
     def end(self, key: tuple[bytes, tuple[int, ...]]) -> list[int]:
         """The blocks that a pin covered."""
         pin = self.pins.pop(key, None)
@@ -73,9 +90,13 @@ class Pins:
 
     def settle(self, blocks: Iterable[int]) -> None:
         """Pins of these blocks have come or gone: the last ones of a prefix are used first."""
-        for one in sorted(dict.fromkeys(blocks), key=lambda one: -len(self.path(one))):
-            if one in self.model.blocks:
-                self.model.keep(one, self.strongest(one))
+        there = [one for one in dict.fromkeys(blocks) if one in self.model.blocks]
+        for one in sorted(there, key=self.index, reverse=True):
+            self.model.keep(one, self.strongest(one))
+
+    def index(self, one: int) -> int:
+        prefix = self.model.blocks[one].prefix
+        return len(prefix[1]) if prefix else 0
 
     def strongest(self, one: int) -> Retention | None:
         said = [pin.retention for pin in self.pins.values() if one in self.path(pin.last)]

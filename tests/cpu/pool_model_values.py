@@ -14,6 +14,7 @@ from pagepool.errors import Reason
 SIZE = 8
 TIMEOUT = 6.0
 ACK_TIMEOUT = 4.0
+TREE_SHARE = 1
 UNITS = Format.BF16.itemsize
 GEOMETRY = Geometry((LayerShape(1, 8, 8),), Format.BF16, False, 1, b"w" * 32, "model")
 

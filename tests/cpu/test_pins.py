@@ -159,6 +159,62 @@ def test_so_many_prefixes_are_kept_and_no_more(pool: Pool, monkeypatch: pytest.M
     assert kept(pool, BOB, 0.0) == [(0, False, 70.0)] * 3
 
 
+def test_pins_of_prefixes_that_are_long_gone_take_no_more_than_the_pool_has() -> None:
+    """One prefix after the other fills the pool, and each is kept for a day, but after all others."""
+    pool = make_pool(16)
+    tree = pool.prefixes._tree
+    for number in range(40):
+        prompt = [number] * 12 * B
+        serve(pool, prompt)
+        pool.prefixes.pin(PinRequest(prompt, 86400.0, b"", -1), 0.0)
+        assert tree.num_blocks <= 2 * 16
+        assert len(tree) <= 4
+        pool.check()
+    assert pool.prefixes.unpin([39] * 12 * B, b"", 0.0) == UnpinnedPrefix(12 * B, 12, was_kept=True)
+    assert pool.prefixes.unpin([38] * 12 * B, b"", 0.0) == UnpinnedPrefix(4 * B, 4, was_kept=True)
+    with pytest.raises(PagepoolError) as caught:
+        pool.prefixes.unpin([1] * 12 * B, b"", 0.0)
+    assert caught.value.reason is Reason.PREFIX_NOT_FOUND
+    pool.check()
+
+
+def test_what_is_left_of_a_prefix_is_kept_as_before_when_evicted_blocks_are_forgotten() -> None:
+    """Of 1 - 2 - 3 - 4 and 1 - 2 - 5, one by one: pins move to the last block before, holes close, the rest ends."""
+    tree = PinTree()
+    tree.add(b"long", [1, 2, 3, 4], Retention(5, False, 10.0))
+    tree.add(b"short", [1, 2, 3], Retention(1, True, 60.0))
+    tree.add(b"other", [1, 2, 5], Retention(-3, False, 90.0))
+    tree.settle()
+    everything = Retention(5, True, 90.0)
+    steps: list[tuple[set[int], dict[int, Retention]]] = [
+        ({1, 2, 3, 5}, {1: everything, 2: everything, 3: Retention(5, True, 60.0), 5: Retention(-3, False, 90.0)}),
+        ({1, 3, 5}, {1: everything, 3: Retention(5, True, 60.0), 5: Retention(-3, False, 90.0)}),
+        ({3, 5}, {3: Retention(5, True, 60.0), 5: Retention(-3, False, 90.0)}),
+        ({5}, {5: Retention(-3, False, 90.0)}),
+    ]
+    for there, expected in steps:
+        tree.forget_evicted(there)
+        assert tree.num_blocks == len(there)
+        tree.check(expected.items())
+        assert tree.settle() == []
+    assert [tree.get(key) for key in (b"long", b"short")] == [None, None]
+    tree.drop(b"other")
+    assert tree.settle() == [(5, None)]
+    assert (len(tree), tree.num_blocks) == (0, 0)
+
+
+def test_a_forgotten_hole_in_a_prefix_is_filled_by_what_is_computed_anew() -> None:
+    tree = PinTree()
+    tree.add(b"all", [1, 2, 3], Retention(2, False, 10.0))
+    tree.settle()
+    tree.forget_evicted({1, 3})
+    tree.add(b"again", [1, 12, 3], Retention(1, False, 20.0))
+    both = Retention(2, False, 20.0)
+    assert tree.settle() == [(3, both), (12, both), (1, both)]
+    tree.drop(b"again")
+    assert tree.settle() == [(block, Retention(2, False, 10.0)) for block in (3, 12, 1)]
+
+
 def test_many_pins_of_one_head_end_together_in_the_time_of_their_blocks() -> None:
     tree, head = PinTree(), range(1, 401)
 
