@@ -8,8 +8,8 @@ from memd.core.values import BlockState
 from pagepool.durations import to_seconds
 from pagepool.errors import invalid_field
 
-MAX_CALL_BLOCKS = 250_000
-"""Blocks of one call whose answer stays under a client's default limit of 4 MiB."""
+MAX_CALL_BLOCKS = 16_384
+"""Blocks that one call may ask for: others wait some 100 ms if all of them have to be evicted first."""
 
 _MAX_INTERVAL_S = 3600.0
 _DEFAULT_INTERVAL_S = 0.1
@@ -30,8 +30,8 @@ def block_state(number: int) -> BlockState | None:
     return BlockState(number) if number else None
 
 
-def require_answerable(num_blocks: int) -> None:
-    """INVALID_FIELD if the answer would be larger than clients take."""
+def require_few(num_blocks: int) -> None:
+    """INVALID_FIELD if a call asks for so many blocks that others would wait too long."""
     if num_blocks > MAX_CALL_BLOCKS:
         limit = f"at most {MAX_CALL_BLOCKS} in one call"
         raise invalid_field("num_blocks", num_blocks, limit, "ask for the rest in further calls")

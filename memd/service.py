@@ -140,7 +140,7 @@ class PoolService:
         """Blocks for a lease."""
 
         def call(now: float) -> pb.AllocateBlocksResponse:
-            limits.require_answerable(request.num_blocks)
+            limits.require_few(request.num_blocks)
             run = self._pool.allocate_blocks(request.lease_id, request.num_blocks, now)
             return pb.AllocateBlocksResponse(block_ids=run.block_ids, entries=run.entries)
 
@@ -180,7 +180,7 @@ class PoolService:
         """A table, its prefix matched."""
 
         def call(now: float) -> pb.CreateBlockTableResponse:
-            limits.require_answerable(request.num_blocks)
+            limits.require_few(request.num_blocks)
             asked = TableRequest(request.token_ids, request.num_blocks, request.salt, request.priority)
             view = self._pool.create_table(request.lease_id, asked, now)
             return pb.CreateBlockTableResponse(block_table=messages.table_message(view))
@@ -193,7 +193,7 @@ class PoolService:
         """More blocks for a table."""
 
         def call(now: float) -> pb.ExtendBlockTableResponse:
-            limits.require_answerable(request.num_blocks)
+            limits.require_few(request.num_blocks)
             run = self._pool.extend_table(request.lease_id, request.table_id, request.num_blocks, now)
             return pb.ExtendBlockTableResponse(block_ids=run.block_ids, entries=run.entries)
 

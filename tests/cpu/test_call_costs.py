@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from memd import limits
 from memd.core import clients, prefix
 from memd.core.operations import Fork
 from memd.core.pool import Pool
 from memd.core.values import Commit, TableRequest
+from memd.service import MemdLife, PoolService
 from pagepool.errors import Code, PagepoolError, Reason
+from pagepool.memd.v1 import pool_service_pb2 as pb
 from tests.cpu.core_worker import B, make_pool
 from tests.cpu.test_step_cost import Worker, calls, seconds
 
-BOUND_S = 0.5
+BOUND_S = 1.0
 """Ten times what these take on a quiet machine."""
 
 
@@ -192,3 +197,44 @@ def test_a_prompt_is_hashed_as_far_as_it_is_promised_and_no_further(monkeypatch:
     assert asking(beside) <= 4, "the digests of all 900 blocks were made"
     assert asking([*promised, *beside]) <= 10 + 4
     assert worker.pool.counters.prefix_pending_requests == 1
+
+
+# -- blocks asked for
+
+
+def test_a_call_asks_for_so_many_blocks_and_no_more() -> None:
+    pool = make_pool(2 * limits.MAX_CALL_BLOCKS)
+    lease = new_lease(pool)
+    sessions = cast("Any", SimpleNamespace(draining=False, publish=lambda: None))
+    memd = PoolService(MemdLife(pool, lambda: 0.0, 0.0, sessions, cast("Any", None)), read_only=False)
+
+    def ask(num_blocks: int) -> list[Callable[[], Any]]:
+        named = {"epoch": 7, "lease_id": lease, "num_blocks": num_blocks}
+        table = pool.create_table(lease, TableRequest([], 0), 0.0).table_id
+        return [
+            lambda: asyncio.run(memd.allocate_blocks(pb.AllocateBlocksRequest(**named), None)),
+            lambda: asyncio.run(memd.create_block_table(pb.CreateBlockTableRequest(**named), None)),
+            lambda: asyncio.run(memd.extend_block_table(pb.ExtendBlockTableRequest(table_id=table, **named), None)),
+        ]
+
+    for call in ask(16_385):
+        error = refusal(call)
+        assert (error.field, error.metadata) == ("num_blocks", {"value": "16385", "limit": "at most 16384 in one call"})
+        assert error.message.endswith("ask for the rest in further calls")
+    assert pool.usage().free == 32_768
+    for call in ask(16_384)[:2]:
+        call()
+    assert pool.usage().free == 0
+
+
+def test_as_many_blocks_as_a_call_may_ask_for_are_evicted_in_time() -> None:
+    most = limits.MAX_CALL_BLOCKS
+    worker = Worker(most)
+    (table,) = worker.tables(1, most)
+    for first in range(0, most, 1024):
+        worker.step(commits=[Commit(table, range(first * B, (first + 1024) * B))])
+    worker.step(releases=[table])
+    lease = new_lease(worker.pool)
+    taken = seconds(lambda: worker.pool.allocate_blocks(lease, most, 1.0))
+    assert worker.pool.counters.evicted_blocks == most
+    assert taken < BOUND_S, f"{taken:.2f} s"

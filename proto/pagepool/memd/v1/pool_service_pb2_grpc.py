@@ -255,6 +255,7 @@ class PoolServiceServicer:
         RESOURCE_EXHAUSTED / POOL_EXHAUSTED: too few free and cached blocks; nothing was taken; retry after RetryInfo
         or free something.
         INVALID_ARGUMENT / REQUEST_TOO_LARGE: more blocks than the whole pool has; ask for fewer.
+        INVALID_ARGUMENT / INVALID_FIELD: num_blocks is 0, or over 16,384; ask for the rest in further calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -315,7 +316,8 @@ class PoolServiceServicer:
         RESOURCE_EXHAUSTED / POOL_EXHAUSTED: too few free and cached blocks; nothing was taken; retry after RetryInfo.
         RESOURCE_EXHAUSTED / TABLE_LIMIT: the lease has 16,384 tables; release some, or use another lease.
         INVALID_ARGUMENT / REQUEST_TOO_LARGE: more blocks than the whole pool has.
-        INVALID_ARGUMENT / INVALID_FIELD: salt over 64 bytes; priority not from -100 to 100.
+        INVALID_ARGUMENT / INVALID_FIELD: salt over 64 bytes; priority not from -100 to 100; num_blocks over 16,384: extend
+        the table by the rest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -328,6 +330,7 @@ class PoolServiceServicer:
         FAILED_PRECONDITION / TABLE_NOT_HELD: it is another lease's table.
         RESOURCE_EXHAUSTED / POOL_EXHAUSTED: too few free and cached blocks; nothing was taken; retry after RetryInfo.
         INVALID_ARGUMENT / REQUEST_TOO_LARGE: the table would have more blocks than the whole pool.
+        INVALID_ARGUMENT / INVALID_FIELD: num_blocks is 0, or over 16,384; ask for the rest in further calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
