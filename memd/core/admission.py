@@ -20,7 +20,10 @@ Creates = Sequence[tuple[TableRequest, bytes]]
 
 
 class Admission:
-    """Answers the requests of steps. A refused one is remembered; one that waits claims blocks and names victims."""
+    """Answers the requests of steps. A refused one is remembered; one that waits claims blocks.
+
+    For the most urgent of a step, of tables that grow and of those to begin, other tables have to yield.
+    """
 
     def __init__(self, state: PoolState, waiting: Waiting, victims: Victims) -> None:
         self._state = state
@@ -39,9 +42,13 @@ class Admission:
         if urgent:
             self._waiting.drop_claim(lease.lease_id, grows=True)
         answers = [self._reserve(lease, reserve, now) for reserve in urgent]
+        if urgent and (claim := self._waiting.claim_of(lease.lease_id, grows=True)) is not None:
+            self._victims.for_growth(claim.asker, self._waiting.missing(claim), now)
         if creates:
             self._waiting.drop_claim(lease.lease_id, grows=False)
         answers += [self._create(lease, create, packed, now) for create, packed in creates]
+        if creates and (claim := self._waiting.claim_of(lease.lease_id, grows=False)) is not None:
+            self._victims.for_creation(claim.asker, self._waiting.missing(claim), claim.found, now)
         answers += [self._extend(lease, extend, now) for extend in step.extends]
         answers += [self._reserve(lease, reserve, now) for reserve in step.reserves if not reserve.for_table_id]
         grants = [answer for answer in answers if isinstance(answer, Grant)]
@@ -63,8 +70,7 @@ class Admission:
         if not plan.fits:
             refusal = self._refuse(request.ref, asker, request.num_blocks, plan.spare, plan, headroom=headroom)
             if plan.num_blocks <= store.num_blocks - refusal.pinned_blocks - refusal.held_blocks:
-                self._waiting.claim(asker, plan.needed + headroom, now + CLAIM_S)
-                self._victims.for_creation(asker, plan.fresh - plan.spare, plan.matched, now)
+                self._waiting.claim(asker, plan.needed + headroom, now + CLAIM_S, plan.matched)
             return refusal  # without a claim it waits for those who pin and hold, and nobody waits for it
         if suspended is not None:
             self._state.resume_table(lease, suspended, plan, now)
@@ -109,7 +115,7 @@ class Admission:
         in_all, spare = len(lease.references) + request.num_blocks, self._waiting.spare_for(asker)
         if in_all > store.num_blocks or request.num_blocks > spare:
             if table is not None and in_all <= store.num_blocks:
-                self._call_for(lease, table, asker, request.num_blocks, now)
+                self._claim(lease, table, asker, request.num_blocks, now)
             return self._refuse(request.ref, asker, in_all, spare)
         frames = store.grant(request.num_blocks, (lease.lease_id,), now)
         lease.references.update(dict.fromkeys(frames, 1))
@@ -117,15 +123,13 @@ class Admission:
         lease.reserved_ids.update(ids)
         return Grant(request.ref, ids[0] if ids else 0, 0, store.run(frames), len(ids))
 
-    def _call_for(self, lease: Lease, table: Table, asker: Asker, num_blocks: int, now: float) -> None:
-        """A table cannot go on. One that has to yield itself calls for nothing."""
+    def _claim(self, lease: Lease, table: Table, asker: Asker, num_blocks: int, now: float) -> None:
+        """A table cannot go on. One that has to yield itself claims nothing."""
         if table.yielding_since is not None:
             return
-        missing = num_blocks - (self._state.cut_store().available - self._waiting.claimed_before(asker))
         # A worker whose steps take long asks again late; its table is there all the time, and waits.
         pace = min(2 * (now - lease.stepped), lease.ttl_s)
         self._waiting.claim(asker, num_blocks, now + max(CLAIM_S, pace))
-        self._victims.for_growth(asker, missing, now)
 
     def _refuse(
         self, ref: int, asker: Asker, in_all: int, spare: int, plan: Plan | None = None, *, headroom: int = 0

@@ -6,8 +6,8 @@ free counts as on its way.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from memd.core.lease import Lease
 from memd.core.state import PoolState
@@ -19,6 +19,10 @@ YIELD_S = 10.0
 """How long a named table is counted on; if it has not yielded by then, others are named in its place."""
 
 
+MAX_LOOKED = 65_536
+"""Blocks of tables that are looked at for one asker: all workers wait meanwhile, some 20 ms."""
+
+
 def rank_of(table: Table) -> Rank:
     """How urgent a table is."""
     return -table.priority, table.arrival, table.table_id
@@ -27,33 +31,59 @@ def rank_of(table: Table) -> Rank:
 class Freed:
     """Blocks that come back if some tables let go of theirs: those that nobody else has, and that are not pinned.
 
-    Those in the frames `found` do not either: the asker takes them anyway, and they are no room for others beside them.
+    Those with the ids `found` do not either: the asker takes them anyway, and they are no room for others beside them.
     """
 
     def __init__(self, state: PoolState, found: Iterable[int] = ()) -> None:
-        self._store, self._found = state.cut_store(), frozenset(found)
-        self._letting_go: Counter[int] = Counter()  # by frame, of those that several have
-        self.count = 0
+        self._store = state.cut_store()
+        self._found = {self._store.blocks.frame_of.get(block_id) for block_id in found}
+        self._left: dict[int, int] = {}  # by frame, of those that several have: how many still do
+        self._alone: set[int] = set()  # ids of tables that free blocks, whoever else lets go
+        self._together: set[int] = set()  # frames that all have let go of that had them
+        self._num_alone = 0
+        self.looked = 0  # frames of the tables added
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return self._num_alone + len(self._together)
 
     def add(self, table: Table) -> None:
         """One more lets go."""
-        holders = self._store.blocks.holders
-        for frame in table.frames:
-            if len(holders[frame]) > 1:
-                self._letting_go[frame] += 1
-                if self._letting_go[frame] < len(holders[frame]):
+        holders, kept, found, left_of = self._store.blocks.holders, self._store.cached.kept, self._found, self._left
+        self.looked += len(table.frames)
+        num_alone = 0
+        for frame in table.frames:  # there may be many thousands
+            left = left_of.get(frame)
+            if left is None:
+                if frame in found or (frame in kept and kept[frame].pinned):
                     continue
-            self.count += self._is_room(frame)
+                left = len(holders[frame])
+                if left == 1:
+                    num_alone += 1
+                    continue
+            left_of[frame] = left - 1
+            if left == 1:
+                self._together.add(frame)
+        if num_alone:
+            self._num_alone += num_alone
+            self._alone.add(table.table_id)
 
     def gives(self, table: Table) -> bool:
         """Whether one that was added gives any block."""
-        holders = self._store.blocks.holders
-        return any(
-            len(holders[frame]) in (1, self._letting_go[frame]) and self._is_room(frame) for frame in table.frames
-        )
+        return table.table_id in self._alone or not self._together.isdisjoint(table.frames)
 
-    def _is_room(self, frame: int) -> bool:
-        return frame not in self._found and not self._store.cached.is_pinned(frame)
+
+class Choice(NamedTuple):
+    """Of the tables `looked` at, the least urgent first, those that free blocks.
+
+    Whether these are enough; and if not, whether that is because no more may be looked at.
+    """
+
+    looked: list[Table]
+    named: list[Table]
+    enough: bool
+    spent: bool
 
 
 class Victims:
@@ -62,30 +92,35 @@ class Victims:
     def __init__(self, state: PoolState) -> None:
         self._state = state
         self._untold: list[Table] = []
+        self.max_looked = MAX_LOOKED
 
     def for_growth(self, asker: Asker, missing: int, now: float) -> None:
         """A table lacks so many blocks: less urgent ones yield, as many as are needed, those that free none left out.
 
         If none of them frees any, the least urgent one that shares blocks with the table yields: what it leaves to the
         table alone is written without a copy, and is freed with the last that has it. If there is none, it itself does.
+        If more would have to be looked at, the least urgent one yields, however little it frees.
         """
         candidates = [table for table in self._candidates() if rank_of(table) > asker.rank]
-        named, enough = self._choose(candidates, missing, now)
-        if not named and not enough:
+        choice = self._choose(candidates, missing, now)
+        named = choice.named
+        if choice.spent and not named:
+            named = choice.looked[:1]  # none, if all that yield already are more than are looked at
+        elif not named and not choice.enough:
             table = self._state.tables[asker.table_id]
             shared = set(table.frames)
             named = [next((one for one in candidates if not shared.isdisjoint(one.frames)), table)]
         self._name(named, now)
 
     def for_creation(self, asker: Asker, missing: int, found: Iterable[int], now: float) -> None:
-        """A request lacks so many blocks beside those it has found, which are in these frames.
+        """A request lacks so many blocks beside those it has found, whose ids these are.
 
-        Tables of lower priority yield if that is enough; within one it waits.
+        Tables of lower priority yield if those that are looked at are enough; within one it waits.
         """
         candidates = [table for table in self._candidates() if -table.priority > asker.rank[0]]
-        named, enough = self._choose(candidates, missing, now, found)
-        if enough:
-            self._name(named, now)
+        choice = self._choose(candidates, missing, now, found)
+        if choice.enough:
+            self._name(choice.named, now)
 
     def tell_again(self, tables: Iterable[Table]) -> None:
         """The worker of these tables is back; it may not have heard."""
@@ -113,22 +148,24 @@ class Victims:
         tables = [table for lease in leases for table in lease.tables.values()]
         return sorted((one for one in tables if one.frames and one.yielding_since is None), key=rank_of, reverse=True)
 
-    def _choose(
-        self, candidates: Sequence[Table], missing: int, now: float, found: Iterable[int] = ()
-    ) -> tuple[list[Table], bool]:
-        """The first candidates that free what is missing beside those that yield already; whether that is enough."""
-        freed = Freed(self._state, found)
-        for table in self._state.tables.values():
-            if table.yielding_since is not None and now - table.yielding_since < YIELD_S and self._can_yield(table):
-                freed.add(table)
-        chosen = []
-        for table in candidates:
-            if freed.count >= missing:
+    def _choose(self, candidates: Sequence[Table], missing: int, now: float, found: Iterable[int] = ()) -> Choice:
+        """The first candidates that free what is missing beside those that yield already."""
+        freed, looked = Freed(self._state, found), list[Table]()
+        for table in (*self._leaving(now), *candidates):
+            if freed.count >= missing or freed.looked >= self.max_looked:
                 break
             freed.add(table)
-            chosen.append(table)
+            if table.yielding_since is None:
+                looked.append(table)
+        enough = freed.count >= missing
         # One whose blocks others have too frees nothing, unless those were named as well.
-        return [table for table in chosen if freed.gives(table)], freed.count >= missing
+        named = [table for table in looked if freed.gives(table)]
+        return Choice(looked, named, enough, not enough and freed.looked >= self.max_looked)
+
+    def _leaving(self, now: float) -> list[Table]:
+        """Tables that yield already, and in time."""
+        named = [table for table in self._state.tables.values() if table.yielding_since is not None]
+        return [one for one in named if now - (one.yielding_since or 0.0) < YIELD_S and self._can_yield(one)]
 
     def _name(self, tables: Iterable[Table], now: float) -> None:
         for table in tables:

@@ -6,7 +6,7 @@ free for the more urgent is still there when that one asks again, though others 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from memd.core.state import PoolState
@@ -37,11 +37,15 @@ class Asker:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Of the available blocks, `num_blocks` are for `asker` until a time, and for nobody less urgent."""
+    """Of the available blocks, `num_blocks` are for `asker` until a time, and for nobody less urgent.
+
+    `found` are the ids of blocks that it would have beside those, though they be in use.
+    """
 
     asker: Asker
     num_blocks: int
     until: float
+    found: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +92,23 @@ class Waiting:
         """Blocks that can be granted to it now."""
         return max(self._state.cut_store().available - self.claimed_before(asker), 0)
 
-    def claim(self, asker: Asker, num_blocks: int, until: float) -> None:
-        """Hold blocks back for a refused request, unless its lease has a more urgent claim of the kind in this step."""
-        known = self._claims.get((asker.lease_id, asker.grows))
+    def claim(self, asker: Asker, num_blocks: int, until: float, found: Sequence[int] = ()) -> None:
+        """Hold blocks back for a refused request, unless its lease has a more urgent claim of the kind in this step.
+
+        It has found the blocks in the frames `found`.
+        """
+        known, store = self._claims.get((asker.lease_id, asker.grows)), self._state.cut_store()
         if known is None or asker.rank <= known.asker.rank:
-            num_blocks = min(num_blocks, self._state.cut_store().num_blocks)
-            self._claims[asker.lease_id, asker.grows] = Claim(asker, num_blocks, until)
+            ids = [store.blocks.ids[frame] for frame in found]
+            self._claims[asker.lease_id, asker.grows] = Claim(asker, min(num_blocks, store.num_blocks), until, ids)
+
+    def claim_of(self, lease_id: int, *, grows: bool) -> Claim | None:
+        """What a lease claims."""
+        return self._claims.get((lease_id, grows))
+
+    def missing(self, claim: Claim) -> int:
+        """How many more blocks would have to be available for it."""
+        return claim.num_blocks - (self._state.cut_store().available - self.claimed_before(claim.asker))
 
     def drop_claim(self, lease_id: int, *, grows: bool) -> None:
         """A lease asks anew: its former claim of the kind is over."""

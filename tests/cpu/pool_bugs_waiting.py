@@ -79,7 +79,7 @@ def names_nobody_where_all_is_shared(patch: pytest.MonkeyPatch) -> None:
 
     def for_growth(self: Victims, asker: Asker, missing: int, now: float) -> None:
         candidates = [table for table in self._candidates() if rank_of(table) > asker.rank]
-        if not candidates or self._choose(candidates, missing, now)[0]:
+        if not candidates or self._choose(candidates, missing, now).named:
             original(self, asker, missing, now)
 
     original = Victims.for_growth

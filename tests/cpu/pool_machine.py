@@ -57,6 +57,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool._state.promises.min_tokens, self.pool._state.promises.patience_s = SIZE, inf
         self.pool.prefixes.tree_share = TREE_SHARE
         self.model = Model(total)
+        if total == 6:  # in a pool of its own size no table would be left out
+            self.pool.victims.max_looked = self.model.waiting.max_looked = 4
         self.now = 0.0
         self.version, self.before = self.pool.version, self.seen()
         self.pool.remaps.ack_timeout_s = ACK_TIMEOUT

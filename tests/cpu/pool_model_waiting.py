@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memd.core.values import LeaseState
-from memd.core.victims import YIELD_S
+from memd.core.victims import MAX_LOOKED, YIELD_S
 from memd.core.waiting import CLAIM_S
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class ModelClaim:
     who: Who
     count: int
     until: float
+    found: tuple[int, ...] = ()
 
 
 class Waiting:
@@ -39,6 +41,7 @@ class Waiting:
         self.claims: list[ModelClaim] = []
         self.refused: list[tuple[Who, int, bool]] = []  # what there was, and whether headroom alone was missing
         self.untold: list[int] = []
+        self.max_looked = MAX_LOOKED
 
     def rank(self, table_id: int) -> Rank:
         table = self.model.tables[table_id]
@@ -68,29 +71,42 @@ class Waiting:
     def anew(self, lease_id: int, *, grows: bool) -> None:
         self.claims = [one for one in self.claims if (one.who.lease, one.who.grows) != (lease_id, grows)]
 
-    def claim(self, who: Who, count: int, until: float) -> None:
+    def claim(self, who: Who, count: int, until: float, found: Sequence[int] = ()) -> None:
         former = [one for one in self.claims if (one.who.lease, one.who.grows) == (who.lease, who.grows)]
         if not former or who.rank <= former[0].who.rank:
             self.anew(who.lease, grows=who.grows)
-            self.claims.append(ModelClaim(who, min(count, self.model.total), until))
+            self.claims.append(ModelClaim(who, min(count, self.model.total), until, tuple(found)))
 
     def claim_growth(self, who: Who, count: int, now: float) -> None:
         if self.model.tables[who.table].yielding is not None:
             return
         lease = self.model.leases[who.lease]
-        missing = count - (self.model.available - self.claimed(who))
         self.claim(who, count, now + max(CLAIM_S, min(2 * (now - lease.stepped), lease.ttl)))
-        candidates = [one for one in self.candidates() if self.rank(one) > who.rank]
-        chosen = self.choose(candidates, missing, now, [])
-        if not chosen and len(self.freed(self.yielding(now) | set(candidates), [])) < missing:
-            chosen = [one for one in candidates if self.share(one, who.table)][:1] or [who.table]
-        self.name(chosen, now)
 
     def claim_table(self, who: Who, missing: int, found: list[int], now: float) -> None:
-        self.claim(who, missing + self.model.available - self.claimed(who), now + CLAIM_S)
-        candidates = [one for one in self.candidates() if self.rank(one)[0] > who.rank[0]]
-        if len(self.freed(self.yielding(now) | set(candidates), found)) >= missing:
-            self.name(self.choose(candidates, missing, now, found), now)
+        self.claim(who, missing + self.model.available - self.claimed(who), now + CLAIM_S, found)
+
+    def call(self, lease_id: int, now: float, *, grows: bool) -> None:
+        """The most urgent of a kind that a step has refused has others yield for it."""
+        for claim in [one for one in self.claims if (one.who.lease, one.who.grows) == (lease_id, grows)]:
+            missing = claim.count - self.model.available + self.claimed(claim.who)
+            (self.call_for_growth if grows else self.call_for_table)(claim, missing, now)
+
+    def call_for_growth(self, claim: ModelClaim, missing: int, now: float) -> None:
+        candidates = [one for one in self.candidates() if self.rank(one) > claim.who.rank]
+        looked, enough, spent = self.look(candidates, missing, now, claim.found)
+        chosen = self.giving(looked, now, claim.found)
+        if not chosen and spent:
+            chosen = [one for one in looked if one in candidates][:1]
+        elif not chosen and not enough:
+            chosen = [one for one in candidates if self.share(one, claim.who.table)][:1] or [claim.who.table]
+        self.name(chosen, now)
+
+    def call_for_table(self, claim: ModelClaim, missing: int, now: float) -> None:
+        candidates = [one for one in self.candidates() if self.rank(one)[0] > claim.who.rank[0]]
+        looked, enough, _ = self.look(candidates, missing, now, claim.found)
+        if enough:
+            self.name(self.giving(looked, now, claim.found), now)
 
     def share(self, one: int, other: int) -> bool:
         return not set(self.model.tables[one].blocks).isdisjoint(self.model.tables[other].blocks)
@@ -110,19 +126,31 @@ class Waiting:
         since = {one: table.yielding for one, table in tables if self.is_live(table.lease)}
         return {one for one, when in since.items() if when is not None and now - when < YIELD_S}
 
-    def freed(self, tables: set[int], found: list[int]) -> set[int]:
+    def freed(self, tables: set[int], found: Sequence[int]) -> set[int]:
         """Blocks that would be room for others if these tables went, and are not as it is."""
         blocks = self.model.blocks.items()
         held = [one for one, block in blocks if block.holders and not (self.model.is_pinned(one) or one in found)]
         return {one for one in held if {table for _, table in self.model.blocks[one].holders} <= tables}
 
-    def choose(self, candidates: list[int], missing: int, now: float, found: list[int]) -> list[int]:
-        before = self.yielding(now)
-        chosen: list[int] = []
-        while len(self.freed(before | set(chosen), found)) < missing and len(chosen) < len(candidates):
-            chosen.append(candidates[len(chosen)])
-        gone = self.freed(before | set(chosen), found)
-        return [one for one in chosen if gone & set(self.model.tables[one].blocks)]
+    def look(
+        self, candidates: list[int], missing: int, now: float, found: Sequence[int]
+    ) -> tuple[list[int], bool, bool]:
+        """Who is looked at, until they are enough or their blocks too many; which of both it was."""
+        looked: list[int] = []
+        enough = spent = False
+        for one in [*(one for one in self.model.tables if one in self.yielding(now)), *candidates, 0]:
+            enough = len(self.freed(set(looked), found)) >= missing
+            spent = sum(len(self.model.tables[each].blocks) for each in looked) >= self.max_looked and not enough
+            if enough or spent or not one:
+                break
+            looked.append(one)
+        return looked, enough, spent
+
+    def giving(self, looked: list[int], now: float, found: Sequence[int]) -> list[int]:
+        """Of those looked at, who free something and do not yield already."""
+        gone = self.freed(set(looked), found)
+        new = [one for one in looked if one not in self.yielding(now)]
+        return [one for one in new if gone & set(self.model.tables[one].blocks)]
 
     def name(self, tables: list[int], now: float) -> None:
         for one in tables:

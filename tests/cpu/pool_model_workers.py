@@ -90,9 +90,13 @@ class Workers:
         if urgent:
             self.model.waiting.anew(lease_id, grows=True)
         answers = [self.answer_reserve(lease_id, reserve, now) for reserve in urgent]
+        if urgent:
+            self.model.waiting.call(lease_id, now, grows=True)
         if step.creates:
             self.model.waiting.anew(lease_id, grows=False)
         answers += [self.answer_create(lease_id, create, now) for create in step.creates]
+        if step.creates:
+            self.model.waiting.call(lease_id, now, grows=False)
         answers += [self.answer_extend(lease_id, extend) for extend in step.extends]
         rest = [reserve for reserve in step.reserves if not reserve.for_table_id]
         answers += [self.answer_reserve(lease_id, reserve, now) for reserve in rest]
