@@ -11,12 +11,19 @@ from inferd.core.prefix_waits import PrefixWaits
 from inferd.core.refusals import why_never
 from inferd.core.sequence import Sequence
 from pagepool.errors import PagepoolError
+from pagepool.limits import MAX_STEP_REQUESTS
 
 PATIENCE = 3
 """Preemptions after which a request asks for all the blocks it will ever need at once."""
 
 CLAIM_EVERY_S = 1.0
 """How often whoever waits for blocks asks again: memd forgets what it claimed after twice that time."""
+
+MAX_ASKED = MAX_STEP_REQUESTS // 2 - 1
+"""Tables asked for at once: as many again that waited for a prefix, and what the reserve asks, fit in the same step."""
+
+MAX_ASKED_TOKENS = 1 << 18
+"""Tokens of these: memd looks all of them up, some 50 ms, while it serves nobody else. One request may have more."""
 
 
 HELD_PATIENCE_S = 30.0
@@ -26,9 +33,14 @@ HELD_PATIENCE_S = 30.0
 class Admission:
     """Strictly in order: by priority, then first come, first served.
 
-    Several tables may be asked for in one step. Once one is refused, those behind it that are granted are given back,
-    and only the head of the queue asks, each time that blocks have come free, and every CLAIM_EVERY_S. Those that wait
-    for a prefix to be computed, at most for `prefix_wait_s`, hold nobody up: for the others they are not there.
+    Several tables may be asked for in one step, MAX_ASKED of MAX_ASKED_TOKENS in all; the next ones when all of them
+    are answered, for memd keeps one claim of a worker, and drops it when another step asks for tables. Once one is
+    refused, those behind it that are granted are given back, and only the head of the queue asks, each time that blocks
+    have come free, and every CLAIM_EVERY_S.
+
+    Those that wait for a prefix to be computed, at most for `prefix_wait_s`, hold nobody up: for the others they are
+    not there. When there is news they are asked for beside the others, as many of as many tokens again in a step, so
+    that however many wait for one long prefix, and however often they have to wait anew, nobody waits for their turn.
     """
 
     def __init__(self, prefix_wait_s: float) -> None:
@@ -82,20 +94,29 @@ class Admission:
         """Those to ask for now, if so many more sequences may run; their answers are awaited from here on."""
         self.waits.pass_to(now)
         asking: list[Sequence] = []
+        if room <= 0 or self._asked or not self.waiting:
+            return asking
         alone = self._refused is not None
         may_ask = self._may_ask or now - self._asked_at >= CLAIM_EVERY_S
-        if room <= 0 or (alone and (self._asked or not may_ask)):
-            return asking
+        first, again = _Allowance(), _Allowance()
         for each in self.waiting:
-            if each.request in self._asked or self.waits.rests(each.request):
+            if self.waits.rests(each.request):
                 continue
-            room -= 1 + each.num_unborn
-            if room < 0:
+            woken = self.waits.is_woken(each.request)
+            if alone and not woken and not (may_ask or asking):  # beside others the head asks too, to keep its claim
                 break
+            num_more = 1 + each.num_unborn
+            if num_more > room:
+                break
+            if not (again if woken else first).take(len(each.tokens)):
+                if woken:
+                    continue
+                break
+            room -= num_more
             asking.append(each)
-            if alone:
+            if alone and not woken:
                 break
-        self._asked_at = now
+        self._asked_at = now if asking else self._asked_at
         self._asked.update((sequence.request, sequence) for sequence in asking)
         return asking
 
@@ -123,6 +144,7 @@ class Admission:
 
     def answered(self, ref: int) -> Sequence:
         """The sequence that this is the answer for."""
+        self.waits.answered(ref)
         return self._asked.pop(ref)
 
     def overtakes(self, sequence: Sequence) -> bool:
@@ -173,6 +195,21 @@ class Admission:
         """Memd is another one: nothing is awaited of it, and nothing was refused."""
         self._asked, self._refused, self._may_ask = {}, None, True
         self.waits.wake()
+
+
+class _Allowance:
+    """How much may still be asked for in one step."""
+
+    def __init__(self) -> None:
+        self._requests, self._tokens = MAX_ASKED, MAX_ASKED_TOKENS
+
+    def take(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens has place; the first always has."""
+        if self._requests == 0 or (num_tokens > self._tokens and self._requests < MAX_ASKED):
+            return False
+        self._requests -= 1
+        self._tokens -= num_tokens
+        return True
 
 
 def _rank(sequence: Sequence) -> tuple[int, float, int]:

@@ -8,13 +8,14 @@ class PrefixWaits:
 
     The bound counts from the first refusal. Who has waited so long is asked for without leave to wait, and computes the
     prefix too. `num_waited` counts the requests that have waited since the start, `num_overdue` those of them that have
-    waited so long.
+    waited so long. Those that rested until there was news are `woken` until memd answers them once more.
     """
 
     def __init__(self, bound_s: float) -> None:
         self._bound_s, self._now = bound_s, 0.0
         self._until: dict[int, float] = {}
         self._resting: dict[int, None] = {}
+        self._woken: set[int] = set()
         self.num_waited = self.num_overdue = 0
 
     @property
@@ -37,6 +38,14 @@ class PrefixWaits:
         """Whether it is not to be asked for now."""
         return request in self._resting
 
+    def is_woken(self, request: int) -> bool:
+        """Whether it has rested, and is to be asked for again because there was news."""
+        return request in self._woken
+
+    def answered(self, request: int) -> None:
+        """Memd has said something about it."""
+        self._woken.discard(request)
+
     def refused(self, request: int) -> None:
         """Memd wants it to wait: it rests."""
         self.num_waited += request not in self._until
@@ -45,12 +54,14 @@ class PrefixWaits:
 
     def wake(self) -> None:
         """Memd has news: all may be asked for again."""
+        self._woken.update(self._resting)
         self._resting.clear()
 
     def forget(self, request: int) -> None:
         """It waits no more, for whatever reason."""
         self._until.pop(request, None)
         self._resting.pop(request, None)
+        self._woken.discard(request)
 
     @property
     def next_end(self) -> float | None:

@@ -160,12 +160,15 @@ def test_the_queue_goes_by_priority_and_then_by_arrival() -> None:
     assert asked(scheduler) == [3, 1, 2, 4]
 
 
-def test_a_table_is_asked_for_once() -> None:
+def test_a_table_is_asked_for_once_and_the_next_ones_when_memd_has_answered() -> None:
     scheduler = attached()
-    queue(scheduler, make(1))
+    first = make(1)
+    queue(scheduler, first)
     assert asked(scheduler) == [1]
-    queue(scheduler, make(2, at=1))
-    assert asked(scheduler) == [2]
+    queue(scheduler, make(2, at=1), make(3, at=2))
+    assert asked(scheduler) == []
+    scheduler.granted(grant(first))
+    assert asked(scheduler) == [2, 3]
     assert asked(scheduler) == []
 
 
@@ -175,6 +178,7 @@ def test_no_more_is_asked_for_than_may_run() -> None:
     queue(scheduler, first, second, third)
     assert asked(scheduler) == [1, 2]
     scheduler.granted(grant(first))
+    scheduler.granted(grant(second))
     assert asked(scheduler) == []
     scheduler.finish(first)
     step = told(scheduler)
@@ -221,10 +225,8 @@ def test_after_a_refusal_only_the_head_asks_and_only_when_blocks_came_free() -> 
 def test_a_late_refusal_behind_the_head_does_not_undo_the_news_that_blocks_came_free() -> None:
     scheduler = attached()
     head, behind = make(1, prompt=40), make(2, prompt=80, at=1)
-    queue(scheduler, head)
-    assert asked(scheduler) == [1]
-    queue(scheduler, behind)
-    assert asked(scheduler) == [2], "asked for before the first answer came"
+    queue(scheduler, head, behind)
+    assert asked(scheduler) == [1, 2]
     scheduler.refused(refusal(head))
     scheduler.freed()
     assert asked(scheduler) == [], "the other answer is still to come"

@@ -1,0 +1,85 @@
+"""How much a worker asks memd for at once, whoever waits, and who holds what in memd meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferd.core import admission
+from inferd.core.limits import Limits
+from inferd.core.ports import Step
+from tests.cpu.memory_pool import make_pool
+from tests.cpu.scheduler_rig import SchedulerRig
+
+
+def prompt_of(request: int, length: int) -> list[int]:
+    return [(7919 * at + 31 * request) % 50_000 for at in range(length)]
+
+
+def tokens_asked(step: Step) -> int:
+    return sum(len(create.token_ids) for create in step.creates)
+
+
+# -- what memd looks up at once
+
+
+def test_questions_on_one_long_document_are_asked_for_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_ASKED_TOKENS", budget := 10_000)
+    rig = SchedulerRig(make_pool(1000), Limits(max_batch_tokens=512, max_num_seqs=64))
+    document = prompt_of(0, 2000)
+    questions = [rig.submit(1, [*document, 1], 2)]
+    rig.turn()
+    for request in range(2, 62):
+        questions.append(rig.submit(request, [*document, request], 2))
+        rig.tell()
+    rig.tell()
+    assert rig.scheduler.prefix_waits.num_resting == 60
+    rig.turn_until(*questions, most=100)
+    assert max(map(tokens_asked, rig.session.steps)) <= budget
+    assert [question.cached_tokens for question in questions] == [0, *[2000] * 60]
+
+
+def test_a_request_of_more_tokens_than_are_asked_for_at_once_is_asked_for_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission, "MAX_ASKED_TOKENS", 100)
+    rig = SchedulerRig(make_pool(100), Limits(prefix_wait_s=0))
+    lengths = [60, 200, 30, 30]
+    sequences = [rig.submit(index, prompt_of(index, length), 2) for index, length in enumerate(lengths)]
+    rig.turn_until(*sequences)
+    creates = [[create.ref for create in step.creates] for step in rig.session.steps if step.creates]
+    assert creates == [[0], [1], [2, 3]]
+
+
+def test_those_woken_again_and_again_do_not_keep_others_from_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_ASKED_TOKENS", 1000)
+    rig = SchedulerRig(make_pool(1000), Limits(max_batch_tokens=64, max_num_seqs=64))
+    document = prompt_of(0, 2000)
+    rig.submit(1, [*document, 1], 2)
+    rig.turn()
+    for request in range(2, 12):
+        rig.submit(request, [*document, request], 2)
+        rig.tell()
+    other = rig.submit(50, [1, 2, 3], 1)
+    for _ in range(4):
+        rig.scheduler.freed()  # news of another prefix in each turn
+        rig.turn()
+    assert other in rig.scheduler.running
+    assert rig.scheduler.prefix_waits.num_waited == 10
+
+
+# -- the claim of the head
+
+
+@pytest.mark.parametrize("count", [10, 300])
+def test_the_head_of_a_long_queue_has_the_claim(count: int) -> None:
+    """Memd keeps the last claim of a worker to a new table: that of the last step with requests."""
+    pool = make_pool(100)
+    holder = SchedulerRig(pool, Limits(prefix_wait_s=0))
+    holder.submit(1, prompt_of(1, 720), 8)
+    holder.turn()
+    holder.turn()
+    rig = SchedulerRig(pool, Limits(max_batch_tokens=4096, max_num_seqs=400, prefix_wait_s=0))
+    head, *_ = [rig.submit(request, prompt_of(request, 150), 4) for request in range(1, count + 1)]
+    rig.turn()
+    claims = [claim.asker.rank[1] for claim in pool._waiting.claims()]
+    assert claims == [head.arrived_at]
