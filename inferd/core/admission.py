@@ -36,7 +36,8 @@ class Admission:
     Several tables may be asked for in one step, MAX_ASKED of MAX_ASKED_TOKENS in all; the next ones when all of them
     are answered, for memd keeps one claim of a worker, and drops it when another step asks for tables. Once one is
     refused, those behind it that are granted are given back, and only the head of the queue asks, each time that blocks
-    have come free, and every CLAIM_EVERY_S.
+    have come free, and every CLAIM_EVERY_S. When it is granted, as many are asked for as were granted since, one at
+    first: in a full pool most of what is asked for is refused, and has to be asked for again.
 
     Those that wait for a prefix to be computed, at most for `prefix_wait_s`, hold nobody up: for the others they are
     not there. When there is news they are asked for beside the others, as many of as many tokens again in a step, so
@@ -48,6 +49,7 @@ class Admission:
         self.waiting: list[Sequence] = []
         self._asked: dict[int, Sequence] = {}
         self._refused: Sequence | None = None
+        self._most = MAX_ASKED
         self._may_ask, self._asked_at = True, float("-inf")
         self._held_since = self._held_last = float("-inf")
 
@@ -98,7 +100,7 @@ class Admission:
             return asking
         alone = self._refused is not None
         may_ask = self._may_ask or now - self._asked_at >= CLAIM_EVERY_S
-        first, again = _Allowance(), _Allowance()
+        first, again = _Allowance(max(self._most, 1)), _Allowance(MAX_ASKED)
         for each in self.waiting:
             if self.waits.rests(each.request):
                 continue
@@ -153,12 +155,13 @@ class Admission:
 
     def admit(self, sequence: Sequence) -> None:
         """It has got its blocks."""
-        self._refused = None
+        self._refused, self._most = None, min(self._most + 1, MAX_ASKED)
         self.waiting.remove(sequence)
         self.waits.forget(sequence.request)
 
     def refuse(self, sequence: Sequence) -> None:
         """There are too few blocks for it now."""
+        self._most = 0
         if self._refused is None or sequence.rank <= self._refused.rank:
             # A refusal further back says nothing about the head: news that came for it meanwhile stands.
             self._refused, self._may_ask = sequence, False
@@ -193,20 +196,21 @@ class Admission:
 
     def reset(self) -> None:
         """Memd is another one: nothing is awaited of it, and nothing was refused."""
-        self._asked, self._refused, self._may_ask = {}, None, True
+        self._asked, self._refused, self._may_ask, self._most = {}, None, True, MAX_ASKED
         self.waits.wake()
 
 
 class _Allowance:
     """How much may still be asked for in one step."""
 
-    def __init__(self) -> None:
-        self._requests, self._tokens = MAX_ASKED, MAX_ASKED_TOKENS
+    def __init__(self, num_requests: int) -> None:
+        self._requests, self._tokens, self._is_empty = num_requests, MAX_ASKED_TOKENS, True
 
     def take(self, num_tokens: int) -> bool:
         """Whether a request of so many tokens has place; the first always has."""
-        if self._requests == 0 or (num_tokens > self._tokens and self._requests < MAX_ASKED):
+        if self._requests == 0 or (num_tokens > self._tokens and not self._is_empty):
             return False
+        self._is_empty = False
         self._requests -= 1
         self._tokens -= num_tokens
         return True

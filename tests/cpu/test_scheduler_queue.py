@@ -83,3 +83,34 @@ def test_the_head_of_a_long_queue_has_the_claim(count: int) -> None:
     rig.turn()
     claims = [claim.asker.rank[1] for claim in pool._waiting.claims()]
     assert claims == [head.arrived_at]
+
+
+# -- a full pool
+
+
+def test_in_a_full_pool_most_of_what_is_asked_for_is_granted() -> None:
+    rig = SchedulerRig(make_pool(100), Limits(max_batch_tokens=256, max_num_seqs=256))
+    sequences = [rig.submit(request, prompt_of(request, 200), 8) for request in range(1, 61)]
+    rig.turn_until(*sequences)
+    first, *later = [len(step.creates) for step in rig.session.steps if step.creates]
+    assert first == 60, "nothing was refused yet"
+    assert sum(later) <= 3 * 60
+
+
+def test_after_a_refusal_as_many_are_asked_for_as_were_granted_since() -> None:
+    pool = make_pool(100)
+    holder = SchedulerRig(pool, Limits())
+    runs = holder.submit(100, prompt_of(100, 720), 8)
+    holder.turn()
+    holder.turn()
+    rig = SchedulerRig(pool, Limits(prefix_wait_s=0, max_num_seqs=64))
+    for request in range(1, 12):
+        rig.submit(request, prompt_of(request, 120 if request == 1 else 20), 4)
+    rig.turn()
+    rig.turn()
+    holder.scheduler.finish(runs)
+    holder.tell()
+    for _ in range(5):
+        rig.turn()
+    creates = [len(step.creates) for step in rig.session.steps if step.creates]
+    assert creates == [11, 1, 1, 2, 4, 3]
