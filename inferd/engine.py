@@ -33,6 +33,7 @@ from pagepool.errors import Code, PagepoolError, Reason
 
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 2.0
 REST_S = 60.0
+STOPPING = "memd is stopping"
 
 log = structlog.get_logger(__name__)
 
@@ -78,10 +79,10 @@ class Engine:
         if self._attachment is None:
             return 0.0
         self._tell(self._attachment, began)
-        if self._stop_at is not None and (not self._scheduler.running or began >= self._stop_at):
+        if self._is_over(self._stop_at, began):
             return self._stop()
-        if self._detach_at is not None and (not self._scheduler.running or began >= self._detach_at):
-            self._lose("memd is stopping", began)
+        if self._is_over(self._detach_at, began):
+            self._lose(STOPPING, began)
             return 0.0
         busy = self._step(self._attachment.model, began)
         rest_s = self._report()
@@ -106,6 +107,8 @@ class Engine:
         try:
             if self._stop_at is not None:
                 raise draining()
+            if self._detach_at is not None:
+                raise pool_lost(STOPPING)
             if self._attachment is None and self._warm:
                 raise pool_lost("the worker is not attached to memd")
             sequences = sequences_of(submit, now, self._eos_token_ids)
@@ -121,9 +124,16 @@ class Engine:
 
     def _shut_down(self, at: float) -> None:
         self._stop_at = at
-        self._scheduler.admitting = False
-        for sequence in list(self._scheduler.waiting):
-            self._requests.fail(sequence, draining())
+        self._turn_away(draining())
+
+    def _turn_away(self, error: PagepoolError) -> None:
+        """Those that have not begun end, for nothing of them is lost. The others go on, those that yield too."""
+        for sequence in [each for each in self._scheduler.waiting if each.started_at is None]:
+            self._requests.fail(sequence, error)
+
+    def _is_over(self, at: float | None, now: float) -> bool:
+        """Whether what is to be over at this time is: nobody runs or waits any more, or it is that late."""
+        return at is not None and (now >= at or not (self._scheduler.running or self._scheduler.waiting))
 
     def _stop(self) -> float | None:
         """The last turn."""
@@ -181,7 +191,7 @@ class Engine:
                     hear(event, self._scheduler, self._flight)
                 case Draining(grace_s):
                     self._detach_at = now + grace_s
-                    self._scheduler.admitting = False
+                    self._turn_away(pool_lost(STOPPING))
                 case Lost(message):
                     self._lose(message, now)
                     return
