@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
-from inferd.core.block_tables import BlockTables
+from inferd.core.block_tables import BlockTables, ReserveShortError
 from inferd.core.groups import follow
-from inferd.core.limits import Limits
+from inferd.core.limits import SCORED_ROWS, Limits
 from inferd.core.ports import BlockCopy, StepInput, Target
 from inferd.core.sequence import Sequence
 from pagekernels.layout import slot_mapping, slot_of
@@ -56,6 +56,29 @@ class Draft:
     drafted: list[Sequence] = field(default_factory=list)
     draft_tokens: int = 0
     filled: list[Sequence] = field(default_factory=list)
+
+    def take_in(self, tables: BlockTables, sequence: Sequence, count: int) -> bool:
+        """Put tokens of a sequence into the step; False if it has no block to write them to."""
+        try:
+            self.copies += tables.prepare(sequence.table_id, count)
+        except ReserveShortError:
+            return False
+        self.chunks.append((sequence, count))
+        self.filled.append(sequence)
+        return True
+
+    def fill(self, tables: BlockTables, limits: Limits, ready: list[Sequence]) -> None:
+        """Fill up with chunks of what those that are `ready` have to compute, the most urgent first."""
+        budget, scored_rows = limits.max_batch_tokens - self.num_decodes, SCORED_ROWS
+        for sequence in sorted(ready, key=_rank) if len(ready) > 1 else ready:
+            if budget <= 0:
+                break
+            count = chunk_size(sequence, budget, scored_rows)
+            if sequence.search is not None:  # a beam that resumes gets its blocks from the reserve, one at a time
+                count = min(count, tables.room(sequence.table_id) or tables.block_size)
+            if count > 0 and self.take_in(tables, sequence, count):
+                budget -= count
+                scored_rows -= count if sequence.scores_prompt else 0
 
     def speculate(self, tables: BlockTables, limits: Limits, num_running: int) -> None:
         """Have those that decode guess, with what is left of the step's tokens and its max_num_seqs logit rows.
@@ -128,6 +151,10 @@ def chunk_size(sequence: Sequence, budget: int, scored_rows: int) -> int:
     """How many tokens of its prompt a sequence computes next, within what is left of the step's limits."""
     count = min(sequence.num_prefill - sequence.num_launched, budget)
     return min(count, scored_rows) if sequence.scores_prompt else count
+
+
+def _rank(sequence: Sequence) -> tuple[int, float, int]:
+    return sequence.rank
 
 
 def _guesses(drafted: list[Sequence], rows: list[int]) -> list[Guess]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from inferd.core.admission import Admission
-from inferd.core.block_tables import BlockTables, ReserveShortError
+from inferd.core.block_tables import BlockTables
 from inferd.core.groups import Groups
-from inferd.core.limits import SCORED_ROWS, Limits
-from inferd.core.plan import Draft, Plan, chunk_size
+from inferd.core.limits import Limits
+from inferd.core.plan import Draft, Plan
 from inferd.core.ports import Grant, PoolInfo, Refusal, Remap, Step
 from inferd.core.refusals import check_width, queue_full, too_large, why_cornered
 from inferd.core.reserve import Reserve
@@ -26,7 +26,7 @@ class Scheduler:
     is asked for ahead. When the pool is full, whoever memd names yields: its blocks are given up as soon as no step of
     it is in flight, it waits again at its place in the queue, and resumes with all the tokens it had. After each time
     it asks for more of what it will need at once, and after PATIENCE times for all of it, so that it is not preempted
-    for ever. Every step decodes first and fills up with chunks of prefill.
+    for ever. Every step decodes first and fills up with chunks of prefill, the most urgent first.
 
     Steps may be planned before the tokens of the one before are known: what a sequence decodes then is a reference to
     them (see StepInput). For that each plan takes in every sequence that decodes, but for those whose history decides
@@ -214,17 +214,10 @@ class Scheduler:
                     table.num_prepared += 1
                     draft.chunks.append((sequence, 1))
                 else:
-                    starved |= not self._take_in(draft, sequence, 1)
+                    starved |= not draft.take_in(self._tables, sequence, 1)
         draft.num_decodes = len(draft.chunks)
         self.num_starved_steps += starved
-        budget, scored_rows = self._limits.max_batch_tokens - draft.num_decodes, SCORED_ROWS
-        for sequence in ready:
-            count = chunk_size(sequence, budget, scored_rows)
-            if sequence.search is not None:  # a beam that resumes gets its blocks from the reserve, one at a time
-                count = min(count, self._tables.room(sequence.table_id) or self._block_size)
-            if count > 0 and self._take_in(draft, sequence, count):
-                budget -= count
-                scored_rows -= count if sequence.scores_prompt else 0
+        draft.fill(self._tables, self._limits, ready)
         if not draft.chunks:
             return None
         draft.speculate(self._tables, self._limits, len(self.running))
@@ -281,16 +274,6 @@ class Scheduler:
         else:
             self._tables.suspend(table_id, sequence.suspend())
         self._queue.add(sequence)
-
-    def _take_in(self, draft: Draft, sequence: Sequence, count: int) -> bool:
-        """Put tokens of a sequence into a step; False if it has no block to write them to."""
-        try:
-            draft.copies += self._tables.prepare(sequence.table_id, count)
-        except ReserveShortError:
-            return False
-        draft.chunks.append((sequence, count))
-        draft.filled.append(sequence)
-        return True
 
     def _grow(self, sequences: Iterable[Sequence]) -> None:
         """Give tables that are full by this step their next block: memd then hears of it before it is written."""

@@ -114,3 +114,31 @@ def test_after_a_refusal_as_many_are_asked_for_as_were_granted_since() -> None:
         rig.turn()
     creates = [len(step.creates) for step in rig.session.steps if step.creates]
     assert creates == [11, 1, 1, 2, 4, 3]
+
+
+# -- the order within a step
+
+
+def test_an_urgent_prompt_is_computed_before_those_that_were_granted_before_it() -> None:
+    rig = SchedulerRig(make_pool(1000), Limits(max_batch_tokens=64, max_num_seqs=16, prefix_wait_s=0))
+    for request in range(1, 5):
+        rig.submit(request, prompt_of(request, 1600), 4, priority=-100)
+    rig.turn()
+    rig.turn()
+    urgent = rig.submit(50, [9, 9, 9], 1, priority=100)
+    assert rig.turn_until(urgent) <= 2
+
+
+def test_one_that_resumes_is_computed_before_younger_ones() -> None:
+    rig = SchedulerRig(make_pool(1000), Limits(max_batch_tokens=64, max_num_seqs=16, prefix_wait_s=0))
+    old = rig.submit(1, prompt_of(1, 100), 50)
+    while old.num_generated < 20:
+        rig.turn()
+    for request in range(2, 5):
+        rig.submit(request, prompt_of(request, 1600), 4)
+    rig.turn()
+    rig.turn()
+    rig.scheduler.victim(old.table_id)
+    rig.turn()
+    resumed = [rig.turn() for _ in range(3)]
+    assert any(plan and plan.sampled == [old] for plan in resumed)
