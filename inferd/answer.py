@@ -12,8 +12,8 @@ from inferd.dispatch import TokenStream
 from inferd.text.detokenizer import Detokenizer
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 
-_OF_EACH = ("generated_tokens", "draft_tokens", "accepted_tokens")
-"""Fields of Used that each continuation has by itself."""
+_OF_EACH = ("generated_tokens", "preemptions", "draft_tokens", "accepted_tokens")
+"""Fields of Used that each continuation has by itself; while they are one, computing the prompt, the first has them."""
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
 

@@ -106,7 +106,7 @@ def sampling(tokenizer: Tokenizer, logprob: float | None = None, stop_logprob: f
                 engine.send(ScoredTokens([(n, [said(token, logprob * (at + 1))]) for (n, at, _), token in some]))
         for number, index, ids in reversed(samples):
             ending = Ending.MAX_TOKENS if index % 2 else Ending.END_OF_SEQUENCE
-            engine.send(Finished(number, ending, used(len(ids), index / 2), stop_logprob=stop_logprob))
+            engine.send(Finished(number, ending, used(len(ids), index / 2, index), stop_logprob=stop_logprob))
 
     return script
 
@@ -115,8 +115,8 @@ def said(token: int, logprob: float) -> TokenLogprobs:
     return TokenLogprobs(token, logprob, [], [])
 
 
-def used(generated: int, decode_s: float = 1.5) -> Used:
-    return Used(3, 2, generated, 0.25, 0.5, decode_s)
+def used(generated: int, decode_s: float = 1.5, preemptions: int = 0) -> Used:
+    return Used(3, 2, generated, 0.25, 0.5, decode_s, preemptions)
 
 
 def texts(events: list[pb.GenerateResponse]) -> dict[int, str]:
@@ -176,6 +176,7 @@ async def test_samples_come_as_they_are_drawn_each_with_its_index_and_its_end(
     assert (usage.prompt_tokens, usage.cached_tokens) == (3, 2)
     assert usage.generated_tokens == sum(len(tokenizer.encode(text)) for text in TEXTS)
     assert usage.decode_time.ToMilliseconds() == 1000, "that of the last to end"
+    assert usage.preemptions == 0 + 1 + 2, "those of each"
 
 
 async def test_a_stop_text_ends_one_sample_and_not_the_others(
