@@ -182,8 +182,7 @@ class Engine:
         for event in attachment.pool.poll():
             match event:
                 case Grant():
-                    if (sequence := self._scheduler.granted(event)) and not sequence.num_preemptions:
-                        self._tally.add(cached_tokens=event.cached_tokens)
+                    self._scheduler.granted(event)
                 case Refusal():
                     if refused := self._scheduler.refused(event):
                         self._requests.fail(*refused)

@@ -30,12 +30,11 @@ class Tally:
             step_s=counters.step_s + step_s,
         )
 
-    def add(self, *, cached_tokens: int = 0, memd_steps: int = 0, recomputed_tokens: int = 0) -> None:
+    def add(self, *, memd_steps: int = 0, recomputed_tokens: int = 0) -> None:
         """More of these."""
         counters = self.counters
         self.counters = replace(
             counters,
-            cached_tokens=counters.cached_tokens + cached_tokens,
             memd_steps=counters.memd_steps + memd_steps,
             recomputed_tokens=counters.recomputed_tokens + recomputed_tokens,
         )
@@ -46,6 +45,7 @@ class Tally:
         self.counters = replace(
             counters,
             memd_unary_calls=counters.memd_unary_calls if unary_calls is None else unary_calls,
+            cached_tokens=scheduler.cached_tokens,
             preemptions=scheduler.num_preemptions,
             starved_steps=scheduler.num_starved_steps,
             prefix_waits=scheduler.prefix_waits.num_waited,

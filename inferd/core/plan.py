@@ -47,7 +47,7 @@ class Draft:
     """What goes into a plan: decodes first, and the copies that have to be made before it writes.
 
     draft_tokens is how many those that decode would guess if nothing limited them; drafted are those that do, filled
-    those whose tables may be full by this step.
+    those whose tables may be full by this step. cached_tokens were found in the pool by those that begin with it.
     """
 
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -56,6 +56,7 @@ class Draft:
     drafted: list[Sequence] = field(default_factory=list)
     draft_tokens: int = 0
     filled: list[Sequence] = field(default_factory=list)
+    cached_tokens: int = 0
 
     def take_in(self, tables: BlockTables, sequence: Sequence, count: int) -> bool:
         """Put tokens of a sequence into the step; False if it has no block to write them to."""
@@ -79,6 +80,7 @@ class Draft:
             if count > 0 and self.take_in(tables, sequence, count):
                 budget -= count
                 scored_rows -= count if sequence.scores_prompt else 0
+                self.cached_tokens += sequence.cached_tokens if sequence.started_at is None else 0
 
     def speculate(self, tables: BlockTables, limits: Limits, num_running: int) -> None:
         """Have those that decode guess, with what is left of the step's tokens and its max_num_seqs logit rows.

@@ -45,7 +45,7 @@ class Scheduler:
         self._yielding: list[Sequence] = []
         self._num_plans = self._draft_tokens = 0
         self.admitting = False
-        self.num_preemptions = self.num_starved_steps = 0
+        self.num_preemptions = self.num_starved_steps = self.cached_tokens = 0
         self.running: list[Sequence] = []
 
     @property
@@ -123,12 +123,12 @@ class Scheduler:
                     each.finish()
         sequence.finish()
 
-    def granted(self, grant: Grant) -> Sequence | None:
-        """Memd has granted something; the sequence that can run by it."""
+    def granted(self, grant: Grant) -> None:
+        """Memd has granted something."""
         if self._tables.has_asked(grant.ref):
             self._tables.granted(grant)
             self._reserve.granted()
-            return None
+            return
         sequence = self._queue.answered(grant.ref)
         table = self._tables.created(grant)
         if sequence.phase is Phase.FINISHED:
@@ -144,8 +144,6 @@ class Scheduler:
             self.running.append(sequence)
             self._groups.join(sequence)
             sequence.admit(table)
-            return sequence
-        return None
 
     def refused(self, refusal: Refusal) -> tuple[Sequence, PagepoolError] | None:
         """Memd has refused something; a sequence that waiting does not help, which the caller ends with this error."""
@@ -222,6 +220,7 @@ class Scheduler:
             return None
         draft.speculate(self._tables, self._limits, len(self.running))
         self._draft_tokens = draft.draft_tokens
+        self.cached_tokens += draft.cached_tokens
         self._num_plans += 1
         plan = draft.pack(self._num_plans, self._block_size, now)
         self._grow(draft.filled)

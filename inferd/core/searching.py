@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from inferd.core.beam import BeamSearch
 from inferd.core.block_table import BlockTable
 from inferd.core.block_tables import BlockTables
@@ -9,6 +11,15 @@ from inferd.core.sequence import Phase, Sequence
 
 STEPS_AHEAD = 3
 """Steps whose forks are served from the reserve: memd answers within one step of a model, mostly."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """A beam of the next step: whose table it forks, its tokens, and of how many the KV was there before it yielded."""
+
+    parent: int
+    tokens: list[int]
+    most_computed: int = 0
 
 
 class Search:
@@ -26,8 +37,8 @@ class Search:
         self.rules = rules
         self.owner = owner
         self._beams: list[Sequence] = []  # none until the prompt is computed
-        self._saved: list[list[int]] = []  # tokens of the beams that yielded
-        self._next: list[tuple[int, list[int]]] = []  # the beams of the next step: whose table it forks, its tokens
+        self._saved: list[_Next] = []  # the beams that yielded, which fork the prompt's table
+        self._next: list[_Next] = []  # the beams of the next step
 
     @property
     def members(self) -> list[Sequence]:
@@ -64,11 +75,11 @@ class Search:
         members = self.members
         self.owner.note_token(now)
         if self._saved:  # the prompt is computed again, and what follows it is known
-            self._next, self._saved = [(0, tokens) for tokens in self._saved], []
+            self._next, self._saved = self._saved, []
         else:
             candidates = [each.likeliest for each in members if each.likeliest is not None]
             choices = self.rules.advance(candidates)
-            self._next = [(each.parent, [*members[each.parent].tokens, each.token]) for each in choices]
+            self._next = [_Next(each.parent, [*members[each.parent].tokens, each.token]) for each in choices]
         for each in members:
             each.likeliest = None
         return not self._next
@@ -79,38 +90,42 @@ class Search:
         None, and nothing is changed, if there are too few table ids in reserve.
         """
         members = self.members
-        parents = {parent for parent, _ in self._next}
+        parents = {each.parent for each in self._next}
         if len(self._next) - len(parents) > tables.spare_ids:
             return None
-        placed: list[tuple[list[int], BlockTable]] = []
+        placed: list[tuple[_Next, BlockTable]] = []
         own = set(parents)
-        for parent, tokens in self._next:
-            table = _table(members[parent])
-            placed.append((tokens, table if parent in own else tables[tables.fork(table.table_id)]))
-            own.discard(parent)
-        for index, each in enumerate(members):
+        for each in self._next:
+            table = _table(members[each.parent])
+            placed.append((each, table if each.parent in own else tables[tables.fork(table.table_id)]))
+            own.discard(each.parent)
+        for index, member in enumerate(members):
             if index not in parents:
-                tables.release(_table(each).table_id)
+                tables.release(_table(member).table_id)
         # Which of them holds what does not matter, and so the owner is always one.
         begun = [self._another() for _ in range(len(placed) - len(members))]
         self._beams = [*members[: len(placed)], *begun]
-        for beam, (tokens, table) in zip(self._beams, placed, strict=True):
-            _hold(beam, tokens, table)
+        for beam, (chosen, table) in zip(self._beams, placed, strict=True):
+            _hold(beam, chosen, table)
         self._next = []
         return begun, members[len(placed) :]
 
     def save(self, tables: BlockTables) -> None:
         """Give all tables up; what the beams hold, or were to hold next, is kept."""
+        members, owner = self.members, self.owner
         if self._next:
-            self._saved = [tokens for _, tokens in self._next]
+            known = [max(each.most_computed, members[each.parent].num_computed) for each in self._next]
+            self._saved = [_Next(0, each.tokens, most) for each, most in zip(self._next, known, strict=True)]
         elif self._beams:
-            self._saved = [each.tokens for each in self._beams]
-        for each in self.members:
+            self._saved = [_Next(0, each.tokens, max(each.most_computed, each.num_computed)) for each in self._beams]
+        for each in members:
             tables.release(_table(each).table_id)
             each.likeliest = None
         self._beams, self._next = [], []
-        self.owner.tokens = list(self.owner.submit.prompt)
-        self.owner.length = self.owner.num_prompt
+        owner.tokens = list(owner.submit.prompt)
+        owner.length = owner.num_prompt
+        owner.num_computed = min(owner.num_computed, owner.num_prompt)  # what it computes again as the owner
+        owner.most_computed = min(owner.most_computed, owner.num_prompt)
 
     def _another(self) -> Sequence:
         beam = Sequence(self.owner.submit, self.owner.arrived_at)
@@ -118,11 +133,13 @@ class Search:
         return beam
 
 
-def _hold(beam: Sequence, tokens: list[int], table: BlockTable) -> None:
+def _hold(beam: Sequence, chosen: _Next, table: BlockTable) -> None:
     """A beam's tokens, with all but the last of them computed in the table, or at least the prompt."""
     if beam.phase is Phase.WAITING:
         beam.enter(Phase.PREFILL)
+    tokens = chosen.tokens
     beam.tokens, beam.table, beam.forked = tokens, table, True
+    beam.most_computed = chosen.most_computed
     beam.length = len(tokens)
     beam.num_computed = beam.num_launched = table.num_tokens
     beam.num_prefill = beam.num_prompt if table.num_tokens == len(tokens) - 1 else len(tokens)

@@ -76,7 +76,7 @@ class Sequence:
         self.suspended_id = 0  # of the table that it resumes, 0 for a new one
         self.yielding = False
         self.num_preemptions = self.num_recomputed = 0
-        self.most_computed = 0  # the KV of so many tokens was there before the last preemption
+        self.most_computed = 0  # the KV of so many tokens was there before a preemption
         self.stop_token_ids = frozenset(submit.stop_token_ids)
         self.arrived_at = arrived_at
         self.started_at: float | None = None
@@ -169,10 +169,12 @@ class Sequence:
         self.num_computed = self.num_launched = table.cached_tokens
 
     def send_back(self) -> None:
-        """Wait again, before the first step with a table, which is released."""
+        """Wait again, for a new table; this one is released."""
         assert not self.in_flight
         self.enter(Phase.WAITING)
         self.table, self.yielding = None, False
+        if self.started_at is not None:
+            self.most_computed = max(self.most_computed, self.num_computed)
         self.num_computed = self.num_launched = 0
 
     def suspend(self) -> list[int]:
@@ -197,7 +199,7 @@ class Sequence:
             self.started_at = now
         self.in_flight += 1
         if self.num_launched < self.most_computed:
-            self.num_recomputed += min(count, self.most_computed - self.num_launched)
+            self.owner.num_recomputed += min(count, self.most_computed - self.num_launched)
         self.num_launched += count
         if self.num_launched < self.length:
             return False

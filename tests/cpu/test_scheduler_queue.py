@@ -9,6 +9,7 @@ from inferd.core.limits import Limits
 from inferd.core.ports import Step
 from tests.cpu.memory_pool import make_pool
 from tests.cpu.scheduler_rig import SchedulerRig
+from tests.cpu.test_scheduler import asked, attached, grant, make, queue, refusal
 
 
 def prompt_of(request: int, length: int) -> list[int]:
@@ -142,3 +143,23 @@ def test_one_that_resumes_is_computed_before_younger_ones() -> None:
     rig.turn()
     resumed = [rig.turn() for _ in range(3)]
     assert any(plan and plan.sampled == [old] for plan in resumed)
+
+
+# -- what is counted
+
+
+def test_what_a_prompt_found_counts_when_it_begins_and_once() -> None:
+    scheduler = attached()
+    big, small = make(1, prompt=80), make(2, prompt=20, at=1)
+    queue(scheduler, big, small)
+    assert asked(scheduler) == [1, 2]
+    scheduler.granted(grant(small, cached=16))
+    scheduler.refused(refusal(big))
+    assert scheduler.waiting == [big, small], "its grant is taken back"
+    asked(scheduler)
+    scheduler.granted(grant(big))
+    assert asked(scheduler) == [2]
+    scheduler.granted(grant(small, cached=8))
+    assert scheduler.cached_tokens == 0
+    assert scheduler.plan(0.0)
+    assert scheduler.cached_tokens == 8
