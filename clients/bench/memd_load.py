@@ -67,8 +67,8 @@ def fill(session: PoolSession) -> None:
     while len(tables) < 2:
         session.wait(1.0)
         tables += [event.table_id for event in session.poll() if isinstance(event, Grant)]
-    for start in range(0, tokens, 100_000):
-        session.submit(Step(commits=[Commit(tables[0], range(start, min(start + 100_000, tokens)))]))
+    for start in range(0, tokens, 32_768):
+        session.submit(Step(commits=[Commit(tables[0], range(start, min(start + 32_768, tokens)))]))
     while session.steps_answered < session.steps_sent:
         time.sleep(0.01)
 

@@ -41,7 +41,7 @@ class BlockTables:
         self._blocks: list[tuple[int, int]] = []  # the reserve: (block id, entry)
         self._ids: list[int] = []
         self._asked: dict[int, tuple[int, int]] = {}
-        self._words = StepWords()
+        self._words = StepWords(block_size)
 
     def __getitem__(self, table_id: int) -> BlockTable:
         return self._tables[table_id]

@@ -28,7 +28,13 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from inferd.core.ports import Commit, Step, TableRequest
-from pagepool.limits import MAX_STEP_REFERENCES, MAX_STEP_REQUESTS, OPERATION_REFERENCES
+from pagepool.limits import (
+    MAX_COMMIT_BLOCKS,
+    MAX_STEP_REFERENCES,
+    MAX_STEP_REQUESTS,
+    OPERATION_REFERENCES,
+    num_blocks_written,
+)
 from pagepool.pool_values import CopyOnWrite, ReserveRequest, TableOperation, Take, Truncate
 
 
@@ -63,7 +69,8 @@ class _Words:
 class StepWords:
     """Collects words for memd. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
         self._words = [_Words()]
         self._copies = self._copied = 0  # of all that were ever made
 
@@ -77,10 +84,20 @@ class StepWords:
 
     def commit(self, table_id: int, token_ids: Sequence[int], num_tokens: int) -> None:
         """The KV of these tokens has been written; the table has `num_tokens` in all then."""
-        words = self._words[-1]
-        if words.closed or (words.room and num_tokens > words.room.get(table_id, num_tokens)):
+        count = len(token_ids)
+        written = 1 if count == 1 else num_blocks_written(num_tokens, count, self._size)
+        if written > MAX_COMMIT_BLOCKS:  # more than one step may say
+            first = num_tokens - count
+            ahead = (first // self._size + MAX_COMMIT_BLOCKS) * self._size - first
+            self.commit(table_id, token_ids[:ahead], first + ahead)
+            self.commit(table_id, token_ids[ahead:], num_tokens)
+            return
+        words, cost = self._words[-1], OPERATION_REFERENCES * written
+        full = words.cost + cost > MAX_STEP_REFERENCES
+        if full or words.closed or (words.room and num_tokens > words.room.get(table_id, num_tokens)):
             words = _Words()
             self._words.append(words)
+        words.cost += cost
         words.commits.append(Commit(table_id, token_ids))
 
     def operate(

@@ -43,14 +43,16 @@ class TableDraft:
 class Draft:
     """Operations of one lease, tried one by one. `written` has the tables' lengths with the commits that come before.
 
+    `cost` is what these come to.
+
     Every refusal is a PROTOCOL_VIOLATION and leaves the pool as it is; the draft is to be dropped then.
     """
 
-    def __init__(self, state: PoolState, lease: Lease, written: Mapping[int, int]) -> None:
+    def __init__(self, state: PoolState, lease: Lease, written: Mapping[int, int], cost: int = 0) -> None:
         self._state, self._lease, self._written = state, lease, written
         self._store = state.cut_store()
         self._references = PendingReferences(self._store)
-        self._cost = 0  # so far, in references
+        self._cost = cost  # so far, in references
         self._kept_bytes = lease.kept_bytes
         self._tables: dict[int, TableDraft] = {}
         self._released: set[int] = set()
@@ -274,7 +276,7 @@ class Draft:
         """Before an operation is done: what it costs, with so many references and blocks of the reserve it names."""
         cost = references + OPERATION_REFERENCES * (1 + num_named)
         if self._cost and self._cost + cost > MAX_STEP_REFERENCES:  # a table of any length can be forked and released
-            what = f"operations, releases and frees come to {self._cost + cost} references, but may come to"
+            what = f"commits, operations, releases and frees come to {self._cost + cost} references, but may come to"
             raise self._violation(f"{what} {MAX_STEP_REFERENCES} in a step", "say the rest in further steps")
         self._cost += cost
 

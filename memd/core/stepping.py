@@ -23,7 +23,15 @@ from memd.core.values import (
     StepOutcome,
     TableRequest,
 )
-from pagepool.limits import MAX_SALT_BYTES, MAX_STEP_REQUESTS, PRIORITY_RANGE, is_priority
+from pagepool.limits import (
+    MAX_COMMIT_BLOCKS,
+    MAX_SALT_BYTES,
+    MAX_STEP_REQUESTS,
+    OPERATION_REFERENCES,
+    PRIORITY_RANGE,
+    is_priority,
+    num_blocks_written,
+)
 
 MAX_RESERVED_IDS = 65_536
 """Table ids that a lease may have in reserve."""
@@ -92,10 +100,15 @@ class Stepper:
         if requests > MAX_STEP_REQUESTS:
             what = f"creates, extends and reserves are {requests}, but may be {MAX_STEP_REQUESTS} in a step"
             raise errors.protocol_violation(lease.lease_id, what, "ask for the rest in further steps")
+        num_written = 0
         for commit in step.commits:
             plan.commits.append(self._plan_commit(lease, commit, written))
+            num_written += self._num_written(commit, written)
+            if num_written > MAX_COMMIT_BLOCKS:
+                what = f"commits write to {num_written} blocks, but may write to {MAX_COMMIT_BLOCKS} in a step"
+                raise errors.protocol_violation(lease.lease_id, what, "commit the rest in further steps")
         if step.operations or step.releases or step.frees:
-            plan.draft = self._draft(lease, step, written)
+            plan.draft = self._draft(step, Draft(self._state, lease, written, OPERATION_REFERENCES * num_written))
         for create in step.creates:
             self._check_create(lease, create)
             plan.creates.append((create, create.packed or pack_words(lease.lease_id, create.token_ids)))
@@ -135,8 +148,14 @@ class Stepper:
                 raise errors.protocol_violation(lease.lease_id, what, "replace a shared block before it is written")
         return table, pack_words(lease.lease_id, commit.token_ids)
 
-    def _draft(self, lease: Lease, step: Step, written: dict[int, int]) -> Draft:
-        draft = Draft(self._state, lease, written)
+    def _num_written(self, commit: Commit, written: dict[int, int]) -> int:
+        """Blocks that a commit writes to; `written` has its table's length afterwards."""
+        count = len(commit.token_ids)
+        if count == 1:  # what a decode step commits to every table
+            return 1
+        return num_blocks_written(written[commit.table_id], count, self._state.block_size)
+
+    def _draft(self, step: Step, draft: Draft) -> Draft:
         for operation in step.operations:
             draft.do(operation)
         for table_id in step.releases:

@@ -11,10 +11,16 @@ MAX_PRIORITY = 100
 MAX_STEP_REFERENCES = 65_536
 """What a worker's step may cost memd, in references to blocks that it adds or drops: some 50 ms, for others wait.
 
-Its operations, releases and freed blocks count; the first of them may cost more, for a table may have more blocks.
+Its commits, operations, releases and freed blocks count. The first of the latter three may cost more if nothing else
+does, for a table may have more blocks; commits may not.
 """
 OPERATION_REFERENCES = 16
-"""What each of these costs beside its references, and again for each block of the reserve that it names."""
+"""What each of these costs beside its references, and again for each block of the reserve that it names.
+
+And for a commit each block that it writes to.
+"""
+MAX_COMMIT_BLOCKS = MAX_STEP_REFERENCES // OPERATION_REFERENCES
+"""Blocks that the commits of one step may write to: 64 Ki tokens, 16 a block."""
 MAX_STEP_REQUESTS = 256
 """Requests for blocks in a worker's step: each may match a long prompt, or look through all tables for one to yield."""
 
@@ -31,6 +37,11 @@ def check_priority(field: str, priority: int) -> None:
     """INVALID_FIELD if a priority is none."""
     if not is_priority(priority):
         raise invalid_field(field, priority, PRIORITY_RANGE, "0 is everybody's, higher is more urgent")
+
+
+def num_blocks_written(num_tokens: int, count: int, block_size: int) -> int:
+    """Blocks that a commit of `count` tokens writes to, after which its table has `num_tokens`; none counts as one."""
+    return max(-(-num_tokens // block_size) - (num_tokens - count) // block_size, 1)
 
 
 def is_priority(priority: int) -> bool:

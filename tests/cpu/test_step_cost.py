@@ -15,7 +15,7 @@ from memd.core.operations import CopyOnWrite, Fork, Release, ReserveRequest, Sus
 from memd.core.pool import Pool
 from memd.core.values import Commit, Step, TableRequest
 from pagepool.errors import PagepoolError, Reason
-from pagepool.limits import MAX_STEP_REFERENCES, MAX_STEP_REQUESTS, OPERATION_REFERENCES
+from pagepool.limits import MAX_COMMIT_BLOCKS, MAX_STEP_REFERENCES, MAX_STEP_REQUESTS, OPERATION_REFERENCES
 from tests.cpu.core_worker import B, make_pool
 
 LONG = 8192
@@ -205,6 +205,33 @@ def test_requests_of_a_step_are_limited() -> None:
         error = worker.refusal(releases=[table], **words)
         assert "creates, extends and reserves are 257, but may be 256 in a step; ask for the rest" in error.message
     assert len(worker.step(reserves=many)) == MAX_STEP_REQUESTS
+
+
+@pytest.mark.parametrize("count", [MAX_COMMIT_BLOCKS * B + 1, 4 * MAX_COMMIT_BLOCKS * B])
+def test_commits_to_more_blocks_than_a_step_may_write_to_are_refused(count: int) -> None:
+    worker = Worker(5 * MAX_COMMIT_BLOCKS)
+    (table, other) = worker.tables(2, 2 * MAX_COMMIT_BLOCKS)
+    half = [7] * (count // 2)
+    error = worker.refusal(commits=[Commit(table, half), Commit(other, half), Commit(other, [7])])
+    assert "but may write to 4096 in a step; commit the rest in further steps" in error.message
+    most = [Commit(table, [7] * (MAX_COMMIT_BLOCKS * B))]
+    taken = seconds(lambda: worker.step(commits=most))
+    assert taken < BOUND_S, f"the largest commit took {taken:.2f} s"
+    assert worker.pool.table(table, 1.0).num_tokens == MAX_COMMIT_BLOCKS * B
+
+
+def test_a_commit_counts_for_each_block_that_it_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, size = Worker(20), OPERATION_REFERENCES
+    (table, other) = worker.tables(2, 8)
+    for tokens, blocks in ((3, 1), (B, 2), (B - 3, 1), (0, 1), (3 * B, 3), (1, 1)):
+        free = worker.blocks(1)
+        monkeypatch.setattr(draft, "MAX_STEP_REFERENCES", (blocks + 2) * size - 1)
+        words = {"commits": [Commit(other, ()), Commit(table, [7] * tokens)], "frees": free}
+        error = worker.refusal(**words)
+        assert f"commits, operations, releases and frees come to {(blocks + 2) * size} references" in error.message
+        monkeypatch.setattr(draft, "MAX_STEP_REFERENCES", (blocks + 2) * size)
+        worker.step(**words)
+    worker.pool.check()
 
 
 # -- what counts how much

@@ -11,7 +11,7 @@ import pytest
 from inferd.core import step_words
 from inferd.core.block_tables import BlockTables, ReserveShortError
 from inferd.core.ports import Grant, Step, TableRequest
-from memd.core import draft
+from memd.core import draft, stepping
 from pagepool.limits import MAX_STEP_REFERENCES, MAX_STEP_REQUESTS, OPERATION_REFERENCES
 from tests.cpu.memory_pool import MemoryPool, make_pool
 
@@ -87,6 +87,8 @@ class Tables:
 def limit(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(draft, "MAX_STEP_REFERENCES", most)
     monkeypatch.setattr(step_words, "MAX_STEP_REFERENCES", most)
+    for module in (stepping, step_words):
+        monkeypatch.setattr(module, "MAX_COMMIT_BLOCKS", most // OPERATION_REFERENCES)
 
 
 def test_forks_and_releases_of_a_long_table_go_into_as_many_steps_as_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +115,33 @@ def test_blocks_given_back_and_requests_are_split_too() -> None:
     tables.own.ask(1 << 40, 4, 0)
     steps = tables.own.take_steps()
     assert [(len(step.creates), len(step.reserves)) for step in steps] == [(256, 0), (256, 0), (3, 1)]
+
+
+def test_commits_are_split_where_they_write_to_more_blocks_than_a_step_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(monkeypatch, 5 * OPERATION_REFERENCES)
+    tables = Tables(60)
+    long, short, other = tables.create(30), tables.create(2), tables.create(12)
+    tables.write(long, 3)
+    tables.send()
+    # What is one commit for the worker are several, each to the end of a block; what others commit goes along.
+    tables.write(long, 17 * SIZE)
+    tables.write(short, 1)
+    assert [[len(one.token_ids) for one in step.commits] for step in tables.send()] == [
+        [5 * SIZE - 3],
+        [5 * SIZE],
+        [5 * SIZE],
+        [2 * SIZE + 3, 1],
+    ]
+    # Beside others, and before operations: one step counts both.
+    tables.write(short, 1)
+    tables.write(other, 5 * SIZE)
+    tables.release(short)
+    steps = tables.send()
+    assert [(len(step.commits), len(step.operations)) for step in steps] == [(1, 0), (1, 0), (0, 1)]
+    # As many tokens as ever: one step, if they write to few blocks.
+    for _ in range(5):
+        tables.write(long, 1)
+    assert [len(step.commits) for step in tables.send()] == [5]
 
 
 @pytest.mark.parametrize("seed", range(5))
