@@ -96,7 +96,7 @@ class GenerationServiceServicer:
         RESOURCE_EXHAUSTED / POOL_EXHAUSTED: pins (PinPrefix) hold so many of memd's blocks that the request cannot run while
         they last; unpin something, or retry after RetryInfo.
         RESOURCE_EXHAUSTED / QUEUE_FULL: too many requests wait; retry after RetryInfo, in which a place is expected to come free.
-        UNAVAILABLE / POOL_LOST: memd is gone, and the KV with it; retry after RetryInfo.
+        UNAVAILABLE / POOL_LOST: memd is gone, and the KV with it, or it stops and the request had not begun; retry after RetryInfo.
         INTERNAL / ENGINE_FAILED: the engine failed; retry elsewhere and look into the worker's log.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
