@@ -78,6 +78,10 @@ class Promises:
         """Have a lease woken once the promised block with this digest is sealed, or will not be."""
         self._waiting.setdefault(digest, set()).add(lease_id)
 
+    def wake(self, lease_id: int) -> None:
+        """Have a lease woken for another reason: it may not have heard."""
+        self._woken.add(lease_id)
+
     def tick(self, is_kept_up: Callable[[int], bool]) -> None:
         """Wake those who wait for blocks that nobody works on any more."""
         for digest in list(self._waiting):

@@ -81,6 +81,8 @@ class Stepper:
     def _replay(self, lease: Lease, step_id: int) -> StepOutcome:
         outcome = lease.answers.find(step_id)
         if outcome is not None:
+            if outcome.refusals:  # news that there are blocks may have been written before it could be understood
+                self._state.promises.wake(lease.lease_id)
             return replace(outcome, grants=[self._as_of_now(lease, grant) for grant in outcome.grants])
         what = f"step {step_id} is repeated, but only the last {len(lease.answers)} answers are kept"
         raise errors.protocol_violation(lease.lease_id, what, "attach anew, with fewer unanswered steps")

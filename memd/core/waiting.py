@@ -69,6 +69,7 @@ class Waiting:
         self._state = state
         self._claims: dict[tuple[int, bool], Claim] = {}
         self._hungers: dict[int, list[Hunger]] = {}
+        self._told: set[int] = set()  # leases that news was written to on their present stream
 
     def claims(self) -> Iterator[Claim]:
         """Those that hold now."""
@@ -123,6 +124,7 @@ class Waiting:
     def forget(self, lease_id: int) -> None:
         """A lease is lost or ends."""
         self._hungers.pop(lease_id, None)
+        self._told.discard(lease_id)
         self.drop_claim(lease_id, grows=True)
         self.drop_claim(lease_id, grows=False)
 
@@ -147,7 +149,14 @@ class Waiting:
                 del self._hungers[lease_id]
         for lease_id in woken:  # the prefix that it waits for is there, or will not be
             told.setdefault(lease_id, self._state.cut_store().available)
+        self._told.update(told)
         return list(told.items())
+
+    def tell_again(self, lease_id: int) -> None:
+        """A lease is taken up on a new stream: what it was told on the old one it may not have read."""
+        if lease_id in self._told:
+            self._told.remove(lease_id)
+            self._state.promises.wake(lease_id)
 
     def _is_news(self, hunger: Hunger) -> bool:
         more = self.spare_for(hunger.asker) > hunger.spare

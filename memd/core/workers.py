@@ -60,6 +60,7 @@ class WorkerLeases:
             return None
         lease.state = LeaseState.LIVE
         lease.replaying = True
+        self._waiting.tell_again(lease_id)
         return lease
 
     def find(self, lease_id: int, now: float) -> Lease:

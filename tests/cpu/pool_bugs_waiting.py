@@ -50,6 +50,11 @@ def tells_nobody_that_there_are_blocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Waiting, "_is_news", lambda self, hunger: False)
 
 
+def tells_nobody_what_went_down_with_a_stream(patch: pytest.MonkeyPatch) -> None:
+    """Who comes back waits for news that memd thinks it has heard."""
+    patch.setattr(Waiting, "tell_again", lambda self, lease_id: None)
+
+
 def tells_no_victim_after_a_repeated_answer(patch: pytest.MonkeyPatch) -> None:
     """The worker has heard of it only before it knew the table."""
 

@@ -41,6 +41,7 @@ class Waiting:
         self.claims: list[ModelClaim] = []
         self.refused: list[tuple[Who, int, bool]] = []  # what there was, and whether headroom alone was missing
         self.untold: list[int] = []
+        self.told: set[int] = set()  # leases, of their present streams
         self.max_looked = MAX_LOOKED
 
     def rank(self, table_id: int) -> Rank:
@@ -160,12 +161,16 @@ class Waiting:
     def attached(self, lease_id: int) -> None:
         own = [one for one, table in self.model.tables.items() if table.lease == lease_id]
         self.untold += [one for one in own if self.model.tables[one].yielding is not None]
+        self.model.prefixes.woken |= self.told & {lease_id}
+        self.told.discard(lease_id)
 
     def answered_again(self, lease_id: int, answers: list[Any]) -> None:
         """What it has to yield of that, it may have heard before it knew of it."""
         tables, granted = self.model.tables, [answer[2] for answer in answers if answer[0] == "grant"]
         own = [one for one in granted if one in tables and tables[one].lease == lease_id]
         self.untold += [one for one in own if tables[one].yielding is not None]
+        if any(answer[0] == "refusal" for answer in answers):
+            self.model.prefixes.woken.add(lease_id)
 
     def victim_news(self) -> list[tuple[int, int]]:
         tables = self.model.tables
@@ -191,6 +196,7 @@ class Waiting:
         for lease_id in prefixes.woken & live:
             told.setdefault(lease_id, self.model.available)
         prefixes.woken &= set(self.model.leases) - live
+        self.told |= set(told)
         return told
 
     def expire(self, now: float) -> None:
@@ -198,4 +204,5 @@ class Waiting:
 
     def forget(self, lease_id: int) -> None:
         self.refused = [one for one in self.refused if one[0].lease != lease_id]
+        self.told.discard(lease_id)
         self.claims = [one for one in self.claims if one.who.lease != lease_id]

@@ -110,3 +110,18 @@ class UrgentRules(PoolMachine):
         asked = TableRequest([*tokens, 1], prompt + more, priority=1, ref=3)
         self.send(other, Step(self.next_step(other), creates=[asked]))
         self.capacity_news()
+
+    @rule(back=st.integers(0, 3), data=st.data())
+    def who_was_told_of_blocks_comes_back(self, back: int, data: st.DataObject) -> None:
+        """And repeats its last steps, after each of which it hears what there is."""
+        told = sorted(filter(self.model.waiting.is_live, self.model.waiting.told))
+        if not told:
+            return
+        lease = data.draw(st.sampled_from(told))
+        self.reclaim(lease)
+        known = self.model.leases[lease]
+        for step_id in range(max(known.last_step + 1 - back, 1), known.last_step + 1):
+            self.capacity_news()
+            if known.state is LeaseState.LIVE:
+                self.send(lease, Step(step_id))
+        self.capacity_news()

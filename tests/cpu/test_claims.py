@@ -6,7 +6,7 @@ import pytest
 
 from memd.core.operations import ReserveRequest
 from memd.core.pool import Pool
-from memd.core.values import PinRequest, TableRequest
+from memd.core.values import PinRequest, Step, TableRequest
 from memd.core.waiting import CLAIM_S
 from pagepool.errors import PagepoolError
 from tests.cpu.core_worker import TOTAL, B, Worker, grows, named, one, pool, starts, table, two
@@ -135,6 +135,27 @@ def test_the_reserve_that_nobody_waits_for_names_nobody_and_claims_nothing(
     assert not one.step(reserves=[ReserveRequest(3, 0)]).grants
     assert named(pool) == set()
     assert starts(two, 2)
+
+
+def test_news_that_may_have_gone_down_with_a_stream_is_told_again(pool: Pool, one: Worker, two: Worker) -> None:
+    running = table(one, 1.0, 8)
+    step = Step(two.steps + 1, creates=[TableRequest((), 6, arrival=2.0)])
+    assert pool.step(two.lease, step, 1.0).refusals
+    one.step(releases=[running])
+    assert pool.take_capacity_news() == [(two.lease, TOTAL)]
+    pool.stream_broken(two.lease)
+    assert pool.take_capacity_news() == []
+    assert pool.attach("two", "two", 100.0, 1.0, (7, two.lease)).reclaimed
+    assert pool.take_capacity_news() == [(two.lease, TOTAL)]
+    assert pool.step(two.lease, step, 1.0).refusals, "repeated, for it was not read"
+    assert pool.take_capacity_news() == [(two.lease, TOTAL)]
+    assert pool.step(two.lease, Step(step.step_id + 1), 1.0).grants == []
+    assert pool.take_capacity_news() == []
+
+
+def test_who_was_told_nothing_hears_nothing_when_it_comes_back(pool: Pool, one: Worker, two: Worker) -> None:
+    assert pool.attach("two", "two", 100.0, 1.0, (7, two.lease)).reclaimed
+    assert pool.take_capacity_news() == []
 
 
 # -- headroom

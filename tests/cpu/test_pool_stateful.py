@@ -52,6 +52,7 @@ from tests.cpu.pool_bugs_waiting import (
     names_nobody_where_all_is_shared,
     tells_no_victim_after_a_repeated_answer,
     tells_nobody_that_there_are_blocks,
+    tells_nobody_what_went_down_with_a_stream,
 )
 from tests.cpu.pool_machine import PoolMachine
 from tests.cpu.pool_model_values import GEOMETRY, SIZE, TIMEOUT
@@ -161,7 +162,7 @@ BUGS: list[tuple[type[PoolMachine], list[Callable[[pytest.MonkeyPatch], None]]]]
             names_nobody_where_all_is_shared,
         ],
     ),
-    (UrgentCommands, [has_tables_yield_for_what_was_found]),
+    (UrgentCommands, [has_tables_yield_for_what_was_found, tells_nobody_what_went_down_with_a_stream]),
     (ApartCommands, [holds_blocks_back_that_clients_have]),
 ]
 
