@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import pytest
 
@@ -223,6 +223,19 @@ def unpins_what_others_keep(patch: pytest.MonkeyPatch) -> None:
 
     original = PinTree.drop
     patch.setattr(PinTree, "drop", drop)
+
+
+def ends_a_pin_with_its_last_block(patch: pytest.MonkeyPatch) -> None:
+    """What is left of a prefix whose end was evicted is not kept any more."""
+
+    def forget_evicted(self: PinTree, there: Container[int]) -> None:
+        for key in [one for one, last in self._last.items() if last.block_id not in there]:
+            self.drop(key)
+        self.settle()
+        original(self, there)
+
+    original = PinTree.forget_evicted
+    patch.setattr(PinTree, "forget_evicted", forget_evicted)
 
 
 def keeps_heads_less_than_tails(patch: pytest.MonkeyPatch) -> None:

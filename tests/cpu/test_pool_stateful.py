@@ -14,6 +14,7 @@ from memd.core.values import Commit, Step, TableRequest
 from tests.cpu.pool_bugs import (
     believes_the_last_pin_alone,
     drops_what_was_never_written,
+    ends_a_pin_with_its_last_block,
     evicts_the_newest,
     evicts_what_it_matched,
     forgets_a_share,
@@ -138,7 +139,15 @@ BUGS: list[tuple[type[PoolMachine], list[Callable[[pytest.MonkeyPatch], None]]]]
         ],
     ),
     (SharedCommands, [leaks_a_share, forgets_a_share, frees_a_block_twice, frees_a_unit_twice, evicts_the_newest]),
-    (PinCommands, [believes_the_last_pin_alone, unpins_what_others_keep, keeps_heads_less_than_tails]),
+    (
+        PinCommands,
+        [
+            believes_the_last_pin_alone,
+            unpins_what_others_keep,
+            keeps_heads_less_than_tails,
+            ends_a_pin_with_its_last_block,
+        ],
+    ),
     (
         PrefixCommands,
         [
