@@ -25,7 +25,6 @@ MAX_ASKED = MAX_STEP_REQUESTS // 2 - 1
 MAX_ASKED_TOKENS = 1 << 18
 """Tokens of these: memd looks all of them up, some 50 ms, while it serves nobody else. One request may have more."""
 
-
 HELD_PATIENCE_S = 30.0
 """How long a request that clients' leases and lost workers leave too few blocks holds up those behind it."""
 

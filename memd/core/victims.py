@@ -18,7 +18,6 @@ from memd.core.waiting import Asker, Rank
 YIELD_S = 10.0
 """How long a named table is counted on; if it has not yielded by then, others are named in its place."""
 
-
 MAX_LOOKED = 65_536
 """Blocks of tables that are looked at for one asker: all workers wait meanwhile, some 20 ms."""
 

@@ -13,11 +13,8 @@ from tests.cpu.memory_pool import continuation
 PROMPT = [5 * at % 200 for at in range(20)]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_table_that_yields_before_its_grant_is_read_gives_its_blocks_up_all_the_same(
-    depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Rig, "depth", depth)
+def unread_grant() -> tuple[Rig, Worker, int]:
+    """An engine that does not read its grant, beside another worker's more urgent table, which has the other blocks."""
     rig = Rig(num_blocks=8)
     urgent = Worker(rig.pool, "urgent")
     elder = table(urgent, 0.0, 4, priority=5)
@@ -25,6 +22,15 @@ def test_a_table_that_yields_before_its_grant_is_read_gives_its_blocks_up_all_th
     rig.session.held = True
     rig.submit(1, PROMPT, 12)
     rig.turn()
+    return rig, urgent, elder
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_table_that_yields_before_its_grant_is_read_gives_its_blocks_up_all_the_same(
+    depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rig, "depth", depth)
+    rig, urgent, elder = unread_grant()
     assert not grows(urgent, elder, 4)
     rig.session.break_stream()
     rig.session.held = False
@@ -40,13 +46,7 @@ def test_a_table_that_yields_before_its_grant_is_read_gives_its_blocks_up_all_th
 
 
 def test_what_is_told_comes_before_the_answers_that_are_repeated_and_after_them() -> None:
-    rig = Rig(num_blocks=8)
-    urgent = Worker(rig.pool, "urgent")
-    elder = table(urgent, 0.0, 4, priority=5)
-    rig.turn()
-    rig.session.held = True
-    rig.submit(1, PROMPT, 12)
-    rig.turn()
+    rig, urgent, elder = unread_grant()
     grows(urgent, elder, 4)
     rig.session.break_stream()
     rig.session.reclaim()
