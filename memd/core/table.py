@@ -34,7 +34,9 @@ class Table:
     arrival: float = 0.0  # of its request, on the host's monotonic clock
     kept: bytes | None = None
     yielding_since: float | None = None  # when it was named as a victim
+    yields: int = 0  # how often it was and let go; of a fork, its origin's too
 
     def suspend(self, kept: bytes) -> None:
         """Its blocks are on their way back, and so it has yielded."""
+        self.yields += self.yielding_since is not None
         self.kept, self.yielding_since = kept, None

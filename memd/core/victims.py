@@ -6,6 +6,7 @@ free counts as on its way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,10 @@ from memd.core.waiting import Asker, Rank
 
 YIELD_S = 10.0
 """How long a named table is counted on; if it has not yielded by then, others are named in its place."""
+
+MAX_YIELDS = 4
+"""A table that has yielded so often goes on: its worker, which asks for more each time, has asked for all that it may
+need by now, so it ends. Only if such a table runs short all the same, less urgent ones of the kind yield to it."""
 
 MAX_LOOKED = 65_536
 """Blocks of tables that are looked at for one asker: all workers wait meanwhile, some 20 ms."""
@@ -91,7 +96,7 @@ class Victims:
     def __init__(self, state: PoolState) -> None:
         self._state = state
         self._untold: list[Table] = []
-        self.max_looked = MAX_LOOKED
+        self.max_looked, self.max_yields = MAX_LOOKED, MAX_YIELDS
 
     def for_growth(self, asker: Asker, missing: int, now: float) -> None:
         """A table lacks so many blocks: less urgent ones yield, as many as are needed, those that free none left out.
@@ -100,7 +105,8 @@ class Victims:
         table alone is written without a copy, and is freed with the last that has it. If there is none, it itself does.
         If more would have to be looked at, the least urgent one yields, however little it frees.
         """
-        candidates = [table for table in self._candidates() if rank_of(table) > asker.rank]
+        most = math.inf if self._state.tables[asker.table_id].yields >= self.max_yields else self.max_yields
+        candidates = [table for table in self._candidates(most) if rank_of(table) > asker.rank]
         choice = self._choose(candidates, missing, now)
         named = choice.named
         if choice.spent and not named:
@@ -116,7 +122,7 @@ class Victims:
 
         Tables of lower priority yield if those that are looked at are enough; within one it waits.
         """
-        candidates = [table for table in self._candidates() if -table.priority > asker.rank[0]]
+        candidates = [table for table in self._candidates(self.max_yields) if -table.priority > asker.rank[0]]
         choice = self._choose(candidates, missing, now, found)
         if choice.enough:
             self._name(choice.named, now)
@@ -141,10 +147,10 @@ class Victims:
         there = self._state.tables.get(table.table_id) is table and table.yielding_since is not None
         return there and self._state.leases[table.lease_id].state is LeaseState.LIVE
 
-    def _candidates(self) -> list[Table]:
-        """Tables that can be named, the least urgent first."""
+    def _candidates(self, most: float) -> list[Table]:
+        """Tables that can be named, the least urgent first, of those that have yielded less often than `most` times."""
         leases = [lease for lease in self._state.leases.values() if lease.is_worker and lease.state is LeaseState.LIVE]
-        tables = [table for lease in leases for table in lease.tables.values()]
+        tables = [table for lease in leases for table in lease.tables.values() if table.yields < most]
         return sorted((one for one in tables if one.frames and one.yielding_since is None), key=rank_of, reverse=True)
 
     def _choose(self, candidates: Sequence[Table], missing: int, now: float, found: Iterable[int] = ()) -> Choice:

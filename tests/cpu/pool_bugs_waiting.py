@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 import pytest
 
@@ -79,11 +80,17 @@ def has_tables_yield_for_what_was_found(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Victims, "for_creation", for_creation)
 
 
+def names_a_table_however_often_it_has_yielded(patch: pytest.MonkeyPatch) -> None:
+    """The least urgent one begins anew for ever."""
+    original = Victims._candidates
+    patch.setattr(Victims, "_candidates", lambda self, most: original(self, inf))
+
+
 def names_nobody_where_all_is_shared(patch: pytest.MonkeyPatch) -> None:
     """Tables that have nothing for themselves wait for each other, for good."""
 
     def for_growth(self: Victims, asker: Asker, missing: int, now: float) -> None:
-        candidates = [table for table in self._candidates() if rank_of(table) > asker.rank]
+        candidates = [table for table in self._candidates(inf) if rank_of(table) > asker.rank]
         if not candidates or self._choose(candidates, missing, now).named:
             original(self, asker, missing, now)
 

@@ -59,6 +59,8 @@ class PoolMachine(RuleBasedStateMachine):
         self.model = Model(total)
         if total == 6:  # in a pool of its own size no table would be left out
             self.pool.victims.max_looked = self.model.waiting.max_looked = 4
+        if total == 7:
+            self.pool.victims.max_yields = self.model.waiting.max_yields = 1
         self.now = 0.0
         self.version, self.before = self.pool.version, self.seen()
         self.pool.remaps.ack_timeout_s = ACK_TIMEOUT

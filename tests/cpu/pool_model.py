@@ -169,7 +169,7 @@ class Model:
             self.blocks[blocks[len(matched)]].tokens = tokens[len(matched) * SIZE :]
         made = ModelTable(lease, request.salt, blocks, tokens, len(tokens), request.priority, request.arrival or now)
         if again is not None:
-            made.priority, made.arrival = again.priority, again.arrival
+            made.priority, made.arrival, made.yields = again.priority, again.arrival, again.yields
         self.tables[table_id] = made
         return table_id
 

@@ -53,6 +53,7 @@ class Operations:
             self.model.release(one, (table.lease, table_id))
         self.model.prefixes.copied(table_id)
         self.model.prefixes.drop(table_id)
+        table.yields += table.yielding is not None
         table.blocks, table.cached, table.suspended, table.yielding = [], 0, True, None
         table.tokens += more
 

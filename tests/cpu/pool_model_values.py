@@ -48,6 +48,7 @@ class ModelTable:
     arrival: float = 0.0
     suspended: bool = False
     yielding: float | None = None  # since when
+    yields: int = 0
 
 
 @dataclass

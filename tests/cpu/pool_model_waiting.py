@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memd.core.values import LeaseState
-from memd.core.victims import MAX_LOOKED, YIELD_S
+from memd.core.victims import MAX_LOOKED, MAX_YIELDS, YIELD_S
 from memd.core.waiting import CLAIM_S
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Waiting:
         self.refused: list[tuple[Who, int, bool]] = []  # what there was, and whether headroom alone was missing
         self.untold: list[int] = []
         self.told: set[int] = set()  # leases, of their present streams
-        self.max_looked = MAX_LOOKED
+        self.max_looked, self.max_yields = MAX_LOOKED, MAX_YIELDS
 
     def rank(self, table_id: int) -> Rank:
         table = self.model.tables[table_id]
@@ -94,7 +94,8 @@ class Waiting:
             (self.call_for_growth if grows else self.call_for_table)(claim, missing, now)
 
     def call_for_growth(self, claim: ModelClaim, missing: int, now: float) -> None:
-        candidates = [one for one in self.candidates() if self.rank(one) > claim.who.rank]
+        worn = self.is_worn(claim.who.table)
+        candidates = [one for one in self.candidates(worn=worn) if self.rank(one) > claim.who.rank]
         looked, enough, spent = self.look(candidates, missing, now, claim.found)
         chosen = self.giving(looked, now, claim.found)
         if not chosen and spent:
@@ -104,7 +105,7 @@ class Waiting:
         self.name(chosen, now)
 
     def call_for_table(self, claim: ModelClaim, missing: int, now: float) -> None:
-        candidates = [one for one in self.candidates() if self.rank(one)[0] > claim.who.rank[0]]
+        candidates = [one for one in self.candidates(worn=False) if self.rank(one)[0] > claim.who.rank[0]]
         looked, enough, _ = self.look(candidates, missing, now, claim.found)
         if enough:
             self.name(self.giving(looked, now, claim.found), now)
@@ -112,13 +113,16 @@ class Waiting:
     def share(self, one: int, other: int) -> bool:
         return not set(self.model.tables[one].blocks).isdisjoint(self.model.tables[other].blocks)
 
-    def candidates(self) -> list[int]:
+    def is_worn(self, table_id: int) -> bool:
+        return self.model.tables[table_id].yields >= self.max_yields
+
+    def candidates(self, *, worn: bool) -> list[int]:
         tables = self.model.tables
         can = [
             one
             for one, table in tables.items()
             if self.is_live(table.lease) and self.model.leases[table.lease].worker
-            if table.blocks and table.yielding is None
+            if table.blocks and table.yielding is None and (worn or not self.is_worn(one))
         ]
         return sorted(can, key=self.rank, reverse=True)
 

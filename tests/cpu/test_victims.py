@@ -7,7 +7,7 @@ import dataclasses
 from memd.core.operations import Fork, ReserveRequest, Suspend, Take
 from memd.core.pool import Pool
 from memd.core.values import Commit, PinRequest, Step, TableRequest
-from memd.core.victims import YIELD_S
+from memd.core.victims import MAX_YIELDS, YIELD_S
 from tests.cpu.core_worker import B, Worker, grows, named, one, pool, starts, table, two
 
 __all__ = ["one", "pool", "two"]
@@ -245,3 +245,39 @@ def test_without_an_arrival_a_table_came_when_it_was_made(pool: Pool, one: Worke
     assert named(pool) == {late, grant.table_id}
     pool.step(two.lease, Step(2, [Commit(grant.table_id, [1])], operations=[Suspend(grant.table_id, ())]), 80.0)
     assert grows(one, early, 4, now=80.0)
+
+
+def yields_often(worker: Worker, table_id: int, num_blocks: int) -> None:
+    """A table yields, to some more urgent one, as often as one may, and has its blocks again."""
+    for _ in range(MAX_YIELDS):
+        worker.pool._state.tables[table_id].yielding_since = 1.0
+        worker.suspend(table_id)
+        resumed = worker.step(creates=[TableRequest((), num_blocks, resume_table_id=table_id)])
+        assert resumed.grants
+
+
+def test_a_table_that_has_yielded_often_yields_to_no_other(pool: Pool, one: Worker, two: Worker) -> None:
+    old, middle, young = table(one, 1.0, 4), table(one, 2.0, 4), table(two, 3.0, 4)
+    yields_often(two, young, 4)
+    assert not grows(one, old, 2)
+    assert named(pool) == {middle}
+    assert not starts(one, 9, priority=1)
+    assert named(pool) == set(), "nor to a request of a higher priority"
+
+
+def test_of_tables_that_have_yielded_often_the_most_urgent_goes_on(pool: Pool, one: Worker, two: Worker) -> None:
+    old, middle, young = table(one, 1.0, 4), table(one, 2.0, 4), table(two, 3.0, 4)
+    yields_often(two, young, 4)
+    yields_often(one, old, 4)
+    yields_often(one, middle, 4)
+    assert not grows(one, old, 6)
+    assert named(pool) == {middle, young}
+
+
+def test_a_fork_has_yielded_as_often_as_its_origin(pool: Pool, one: Worker, two: Worker) -> None:
+    old, young = table(one, 1.0, 5), table(two, 3.0, 4)
+    yields_often(two, young, 4)
+    (grant,) = two.step(reserves=[ReserveRequest(0, 1)]).grants
+    two.step(operations=[Fork(young, grant.table_id)])
+    assert not grows(one, old, 4)
+    assert named(pool) == {old}
