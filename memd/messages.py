@@ -216,6 +216,7 @@ def step_from(message: worker_service_pb2.Step) -> Step:
                 resume_table_id=request.resume_table_id,
                 partial=request.partial,
                 wait_for_prefix=request.wait_for_prefix,
+                num_yields=request.num_yields,
             )
             for request in message.creates
         ],

@@ -141,6 +141,7 @@ class Admission:
             resume_table_id=sequence.suspended_id,
             partial=True,
             wait_for_prefix=not resuming and self.waits.may_wait(sequence.request),
+            num_yields=0 if resuming else sequence.num_preemptions,
         )
 
     def answered(self, ref: int) -> Sequence:

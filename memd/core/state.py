@@ -146,6 +146,7 @@ class PoolState:
         """Carry out a plan that was made in this command and has spare >= fresh."""
         arrival = request.arrival or now
         table = Table(self.new_id(), lease.lease_id, request.salt, request.priority, now, arrival=arrival)
+        table.yields = request.num_yields
         self._fill(lease, table, plan, now)
         if not request.no_match:
             self.counters.prefix_query_tokens += len(plan.packed) // TOKEN_BYTES

@@ -51,7 +51,7 @@ class TableRequest:
     blocks must be available beside those granted, unless no other worker's table has any. With `resume_table_id` a
     suspended table of a worker's lease gets blocks again, with tokens, salt, priority and arrival of its own.
     `partial`: the asker can copy a block of which only a part matches. `wait_for_prefix`: it would rather be refused
-    than compute what another table is about to.
+    than compute what another table is about to. `num_yields`: how often it has yielded with tables that ended so.
     """
 
     token_ids: Sequence[int]
@@ -66,6 +66,7 @@ class TableRequest:
     resume_table_id: int = 0
     partial: bool = False
     wait_for_prefix: bool = False
+    num_yields: int = 0
 
 
 @dataclass(frozen=True, slots=True)

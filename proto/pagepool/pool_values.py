@@ -26,7 +26,8 @@ class TableRequest:
     With `resume_table_id` a suspended table of the lease gets blocks again: token ids, salt, priority and arrival are
     its own, and `token_ids` stays empty.
     With `partial`, a block of which only a part matches may be granted as a copy: see Grant. With `wait_for_prefix` it
-    is refused as `pending` if another table is about to compute much of its prompt.
+    is refused as `pending` if another table is about to compute much of its prompt. `num_yields` is how often the
+    request has yielded with tables that it then released.
     """
 
     ref: int
@@ -40,6 +41,7 @@ class TableRequest:
     resume_table_id: int = 0
     partial: bool = False
     wait_for_prefix: bool = False
+    num_yields: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,6 +150,7 @@ def _core_step(step_id: int, step: Step) -> values.Step:
                 resume_table_id=each.resume_table_id,
                 partial=each.partial,
                 wait_for_prefix=each.wait_for_prefix,
+                num_yields=each.num_yields,
             )
             for each in step.creates
         ],

@@ -44,6 +44,7 @@ requests = st.builds(
     priority=st.sampled_from([0, 0, 0, 1, -1]),
     arrival=st.sampled_from([0.0, 0.0, 1.0, 2.0, 3.0]),
     headroom=st.sampled_from([0, 0, 0, 1, 2]),
+    num_yields=st.sampled_from([0, 0, 0, 3, 4]),
 )
 
 

@@ -170,6 +170,8 @@ class Model:
         made = ModelTable(lease, request.salt, blocks, tokens, len(tokens), request.priority, request.arrival or now)
         if again is not None:
             made.priority, made.arrival, made.yields = again.priority, again.arrival, again.yields
+        else:
+            made.yields = request.num_yields
         self.tables[table_id] = made
         return table_id
 

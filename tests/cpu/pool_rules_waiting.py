@@ -53,6 +53,23 @@ class WaitingRules(PoolMachine):
                 self.suspend(table.lease, one, data)
         self.capacity_news()
 
+    @rule(data=st.data())
+    def who_has_yielded_runs_again_and_another_lacks_blocks(self, data: st.DataObject) -> None:
+        """Which may not be named again, if it has yielded often enough."""
+        tables = self.model.tables.items()
+        yielded = [one for one, table in tables if table.suspended and table.yields]
+        yielded = [one for one in yielded if self.model.waiting.is_live(self.model.tables[one].lease)]
+        if not yielded:
+            return
+        again = data.draw(st.sampled_from(yielded))
+        lease = self.model.tables[again].lease
+        resume = TableRequest((), 1, no_match=True, ref=1, resume_table_id=again)
+        self.send(lease, Step(self.next_step(lease), creates=[resume]))
+        other = self.worker(data)
+        lacks = ReserveRequest(self.model.available + 1, 0, 5, data.draw(self.tables(other)))
+        self.send(other, Step(self.next_step(other), reserves=[lacks]))
+        self.capacity_news()
+
     @rule(back=st.integers(1, 4), data=st.data())
     def who_has_to_yield_comes_back(self, back: int, data: st.DataObject) -> None:
         """It hears what there is, and repeats its last steps, after each of which it hears what there is."""

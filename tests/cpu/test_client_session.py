@@ -208,7 +208,7 @@ def test_steps_are_numbered_and_answers_become_events_in_order(memd: ScriptedMem
         ],
     )
     flags = {"no_match": True, "partial": True, "wait_for_prefix": True}
-    request = TableRequest(ref=9, token_ids=[1, 2, 3], num_blocks=2, salt=b"s", priority=-1, **flags)
+    request = TableRequest(ref=9, token_ids=[1, 2, 3], num_blocks=2, salt=b"s", priority=-1, num_yields=3, **flags)
     session.submit(Step())
     session.submit(Step(commits=[Commit(3, [5, 6])], releases=[2], creates=[request]))
     assert events(session, 5) == [
@@ -223,7 +223,7 @@ def test_steps_are_numbered_and_answers_become_events_in_order(memd: ScriptedMem
     assert sent.commits == [wire.Commit(table_id=3, token_ids=[5, 6])]
     (create,) = sent.creates
     assert (create.ref, unpack(create.packed_token_ids), create.num_blocks) == (9, [1, 2, 3], 2)
-    assert (create.salt, create.priority) == (b"s", -1)
+    assert (create.salt, create.priority, create.num_yields) == (b"s", -1, 3)
     assert (create.no_match, create.partial, create.wait_for_prefix) == (True, True, True)
     assert (session.steps_sent, session.steps_answered, session.unary_calls) == (1, 1, 0)
 

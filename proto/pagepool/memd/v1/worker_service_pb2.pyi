@@ -223,7 +223,7 @@ class Commit(_message.Message):
     def __init__(self, table_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TableRequest(_message.Message):
-    __slots__ = ("ref", "token_ids", "salt", "priority", "num_blocks", "no_match", "packed_token_ids", "arrival", "headroom", "resume_table_id", "wait_for_prefix", "partial")
+    __slots__ = ("ref", "token_ids", "salt", "priority", "num_blocks", "no_match", "packed_token_ids", "arrival", "headroom", "resume_table_id", "wait_for_prefix", "partial", "num_yields")
     REF_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +236,7 @@ class TableRequest(_message.Message):
     RESUME_TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     WAIT_FOR_PREFIX_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    NUM_YIELDS_FIELD_NUMBER: _ClassVar[int]
     ref: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     salt: bytes
@@ -248,7 +249,8 @@ class TableRequest(_message.Message):
     resume_table_id: int
     wait_for_prefix: bool
     partial: bool
-    def __init__(self, ref: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., no_match: _Optional[bool] = ..., packed_token_ids: _Optional[bytes] = ..., arrival: _Optional[float] = ..., headroom: _Optional[int] = ..., resume_table_id: _Optional[int] = ..., wait_for_prefix: _Optional[bool] = ..., partial: _Optional[bool] = ...) -> None: ...
+    num_yields: int
+    def __init__(self, ref: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., no_match: _Optional[bool] = ..., packed_token_ids: _Optional[bytes] = ..., arrival: _Optional[float] = ..., headroom: _Optional[int] = ..., resume_table_id: _Optional[int] = ..., wait_for_prefix: _Optional[bool] = ..., partial: _Optional[bool] = ..., num_yields: _Optional[int] = ...) -> None: ...
 
 class ExtendRequest(_message.Message):
     __slots__ = ("ref", "table_id", "num_blocks")
