@@ -1,8 +1,10 @@
 """What append, block copy, gather, staging and the generic attention cost on this GPU.
 
 Run `python kernels/bench/cuda_moves.py`. Device times are of kernels in a CUDA graph, so that no launch from Python is
-in them; copies go over more memory than the L2 cache holds. Bandwidth counts bytes read and written, and stands beside
-that of the driver's own copy.
+in them. Bandwidth counts bytes read and written, and stands beside that of the driver's own copies of as many
+contiguous bytes, which follow the same pattern: of block copies, each call has a source and a target of its own; of
+gathers, each call has a source of its own and all write one target, as a prefill does layer by layer. A graph reads
+more than the L2 cache holds, so sources come from memory, while the one target may stay in L2.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from pagekernels.layout import LAYOUT_SWIZZLED, Format, LayerShape, PagedLayout,
 from pagekernels.ops import AttentionParams
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 28, 4, 128, 16, 2048
+MOST_CALLS = 100
 LAYOUT = PagedLayout(BLOCK, (LayerShape(HEADS, DIM, DIM),) * LAYERS, Format.BF16, LAYOUT_SWIZZLED)
 
 
@@ -56,6 +59,10 @@ class Bench:
                 last.synchronize()
                 times.append(first.elapsed_time(last) * 1000 / inside)
         return statistics.median(times)
+
+    def places(self, size: int) -> Sequence[torch.Tensor]:
+        """The slab in pieces of `size` bytes."""
+        return self.slab[: self.slab.nbytes // size * size // 2].view(-1, size // 2)
 
 
 def entries(blocks: np.ndarray) -> np.ndarray:
@@ -92,45 +99,46 @@ def append_and_stage(bench: Bench) -> None:
         )
 
 
-def copy_and_gather(bench: Bench) -> None:
-    """Whole blocks, and one layer's prefix, both from shuffled places."""
+def copies(bench: Bench) -> None:
+    """Whole blocks between shuffled places, no two calls of a graph at one place."""
     order = np.random.default_rng(0).permutation(BLOCKS)
     for count in (1, 8, 64, 256, 512):
-        parts = [order[i * count : (i + 1) * count] for i in range(4)]
-        took = bench.microseconds(
-            lambda i, parts=parts: bench.ops.copy_blocks(entries(parts[i % 4]), entries(parts[(i + 1) % 4])), 4
-        )
-        report(bench, f"copy of {count} blocks", took, count * LAYOUT.block_bytes)
+        calls = max(2, min(MOST_CALLS, BLOCKS // (2 * count)))
+        parts = [entries(order[i * count : (i + 1) * count]) for i in range(2 * calls)]
+        took = bench.microseconds(lambda i, parts=parts: bench.ops.copy_blocks(parts[2 * i], parts[2 * i + 1]), calls)
+        places = bench.places(count * LAYOUT.block_bytes)
+        driver = bench.microseconds(lambda i, places=places: places[2 * i + 1].copy_(places[2 * i]), calls)
+        report(f"copy of {count} blocks", took, driver, count * LAYOUT.block_bytes)
+
+
+def gathers(bench: Bench) -> None:
+    """One layer's prefix from shuffled blocks; each call of a graph reads another layer or other blocks."""
+    order = np.random.default_rng(0).permutation(BLOCKS)
+    batch = DeviceBatch(bench.device, 1, 1, BLOCKS)
+    batch.stage([0], [0], [entries(order).tolist()], [])
     for length in (1024, 8192, 32000):
-        batch = DeviceBatch(bench.device, 1, 1, BLOCKS)
-        batch.stage([0], [0], [entries(order).tolist()], [])
-        k, v = (torch.empty(HEADS, length, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        for name, targets in (
-            ("head", (k, v)),
-            ("token", [x.view(length, HEADS, DIM).transpose(0, 1) for x in (k, v)]),
-        ):
+        size = 2 * length * HEADS * DIM * 2
+        parts, calls = BLOCKS * BLOCK // length, min(MOST_CALLS, BLOCKS * BLOCK // length * LAYERS)
+        places, target = bench.places(size), torch.empty(size // 2, device="cuda", dtype=torch.bfloat16)
+        driver = bench.microseconds(lambda i, places=places, target=target: target.copy_(places[i]), calls)
+        k, v = target.view(2, HEADS, length, DIM)
+        tokens = [x.view(length, HEADS, DIM).transpose(0, 1) for x in (k, v)]
+        for name, targets in (("head", (k, v)), ("token", tokens)):
             took = bench.microseconds(
-                lambda i, length=length, targets=targets, batch=batch: bench.ops.gather(
-                    i % LAYERS, batch, 0, (0, length), *targets
-                )
+                lambda i, length=length, parts=parts, targets=targets: bench.ops.gather(
+                    i % LAYERS, batch, 0, (i // LAYERS % parts * length, (i // LAYERS % parts + 1) * length), *targets
+                ),
+                calls,
             )
-            report(bench, f"gather of {length}, {name}-major", took, 2 * length * HEADS * DIM * 2)
+            report(f"gather of {length}, {name}-major", took, driver, size)
 
 
-def report(bench: Bench, what: str, took: float, size: int) -> None:
-    """A line with the time, the bandwidth, and its share of the driver's for one copy of as many bytes."""
-    driver = driver_copy(bench, size)
+def report(what: str, took: float, driver: float, size: int) -> None:
+    """A line with the time, the bandwidth, and its share of the driver's for copies of as many bytes."""
     print(
         f"{what:28} {took:8.1f} us  {2 * size / took / 1e6:5.2f} TB/s   "
         f"driver's copy of as many bytes {driver:8.1f} us, so {driver / took:4.0%} of it"
     )
-
-
-def driver_copy(bench: Bench, size: int) -> float:
-    """Microseconds of the driver's own copy of so many contiguous bytes, from one of four places to the next."""
-    count = size // bench.slab.element_size()
-    places = [bench.slab[i * count : (i + 1) * count] for i in range(4)]
-    return bench.microseconds(lambda i: places[(i + 1) % 4].copy_(places[i % 4]), 4)
 
 
 def generic_attention(bench: Bench) -> None:
@@ -157,7 +165,7 @@ def generic_attention(bench: Bench) -> None:
 if __name__ == "__main__":
     bench = Bench()
     print(torch.cuda.get_device_name(), "bf16, block 16,", f"{HEADS} KV heads of {DIM},", f"{LAYERS} layers")
-    for part in (append_and_stage, copy_and_gather, generic_attention):
+    for part in (append_and_stage, copies, gathers, generic_attention):
         try:
             part(bench)
         except Exception as error:  # noqa: BLE001  # the other parts still say something

@@ -8,6 +8,8 @@
 using Output = Element<OUTPUT>::type;
 
 constexpr int kWarps = 8, kThreads = kWarps * 32, kRunTokens = 16;
+// CTAs of a multiprocessor: as many as registers allow for.
+constexpr int kResident = OUTPUT == kFormatF32 || K_DIM > 128 || V_DIM > 128 ? 3 : 5;
 
 struct GatherParams {
   Output *k, *v;          // element [head][token][d], strides below
@@ -28,14 +30,49 @@ __device__ __forceinline__ void store_output(Output* to, const Group<Output, N>&
   }
 }
 
-// Tokens [begin, end) of the block, whose first token goes to `to`; `raw`: they are of the output's format. Loads go
-// ahead of stores, so that enough bytes are on their way.
+template <int dim>
+constexpr bool kWhole = ALIGNED && dim * sizeof(Output) % 16 == 0;  // whether rows are whole 16-byte chunks on either side
+
+// Left to itself the compiler takes such a store apart, into four.
+__device__ __forceinline__ void store_chunk(void* to, uint4 x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+// A whole run of kTokens rows from `rows` on, a row of the block whose number is a multiple of 8, in the output's format,
+// to `to`. Its loads go ahead of its stores, so that enough bytes are on their way, and where each lane keeps to one
+// column nothing is checked: with few registers more warps are resident.
+template <int dim, int kTokens>
+__device__ __forceinline__ void gather_whole(const uint8_t* rows, Output* to, int64_t stride) {
+  constexpr int kRowBytes = dim * sizeof(Output), per_row = kRowBytes / 16, kChunks = kTokens * per_row;
+  constexpr int kTurns = (kChunks + 31) / 32, kAhead = kTurns < 8 ? kTurns : 8;
+  constexpr bool kEven = 32 % per_row == 0 && kTurns % kAhead == 0 && kChunks % 32 == 0;
+  constexpr int kRows = 32 / per_row;  // that a warp takes at once
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int turn = 0; turn < kTurns; turn += kAhead) {
+    uint4 held[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int at = (turn + i) * 32 + lane, row = kEven ? (turn + i) * kRows + lane / per_row : at / per_row;
+      const uint8_t* from = rows + row * kRowBytes + swizzled(row, at % per_row * 16, kRowBytes);
+      if (kEven || at < kChunks) held[i] = *reinterpret_cast<const uint4*>(from);
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int at = (turn + i) * 32 + lane, row = kEven ? (turn + i) * kRows + lane / per_row : at / per_row;
+      Output* target = to + row * stride + at % per_row * (16 / sizeof(Output));
+      if (kEven || at < kChunks) store_chunk(target, held[i]);
+    }
+  }
+}
+
+// Tokens [begin, end) of the block, whose first token goes to `to`; `raw`: they are of the output's format.
 template <int dim, bool raw>
 __device__ __forceinline__ void gather_run(int format, const uint8_t* rows, float scale, int begin, int end, Output* to,
                                            int64_t stride) {
-  constexpr int N = group_size(dim), per_row = dim / N, kBytes = N * sizeof(Output);
-  constexpr int kAhead = !raw ? 2 : kBytes < 16 ? 4 : 128 / kBytes;
+  constexpr int N = group_size(dim), per_row = dim / N, kAhead = 2;
   const int count = (end - begin) * per_row;
+#pragma unroll 1
   for (int base = threadIdx.x % 32; base < count; base += 32 * kAhead) {
     Group<Output, N> held[kAhead];
 #pragma unroll
@@ -56,11 +93,20 @@ __device__ __forceinline__ void gather_run(int format, const uint8_t* rows, floa
 template <int dim>
 __device__ __forceinline__ void gather_rows(int format, const uint8_t* rows, float scale, int begin, int end, Output* to,
                                             int64_t stride) {
+  if constexpr (kWhole<dim>) {
+    const int count = end - begin;
+    if (format == OUTPUT && begin % 8 == 0 && (count == 8 || count == kRunTokens)) {
+      rows += begin * dim * static_cast<int>(sizeof(Output));
+      if (count == 8) gather_whole<dim, 8>(rows, to, stride);
+      else gather_whole<dim, kRunTokens>(rows, to, stride);
+      return;
+    }
+  }
   if (format == OUTPUT) gather_run<dim, true>(format, rows, scale, begin, end, to, stride);
   else gather_run<dim, false>(format, rows, scale, begin, end, to, stride);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) gather(const __grid_constant__ GatherParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kResident) gather(const __grid_constant__ GatherParams p) {
   const int shift = min(p.place.block_shift, 4), tokens = 1 << shift;  // of a run
   const int item = blockIdx.x * kWarps + threadIdx.x / 32;
   const int head = item / 2 % p.place.kv_heads, run = item / 2 / p.place.kv_heads + (p.first >> shift);
