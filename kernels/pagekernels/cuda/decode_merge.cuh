@@ -52,11 +52,7 @@ __device__ __forceinline__ void store_out(const DecodeParams& p, RowPlace place,
   uint32_t pairs[kCount / 2];
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) pairs[i] = pack_pair<kF16>(x[2 * i], x[2 * i + 1]);
-  uint16_t* to = p.out + place.token * p.out_token + place.head * p.out_head + column;
-  if constexpr (kCount == 4)
-    *reinterpret_cast<uint2*>(to) = {pairs[0], pairs[1]};
-  else
-    *reinterpret_cast<uint32_t*>(to) = pairs[0];
+  store_kept(p.out + place.token * p.out_token + place.head * p.out_head + column, pairs);
 }
 
 // Sum what the streams left of columns [column, column + kExchangedTiles * 8) and write it out, or to the partials.
