@@ -105,9 +105,16 @@ def inside(before: EngineCounters, after: EngineCounters) -> str:
     )
 
 
-def first_token_s(clients: StreamClients, client: InferenceClient, prompts: Sequence[Sequence[int]]) -> float:
-    """Seconds to the first token, one prompt after the other; the median."""
-    return statistics.median(clients.run(client.target, [prompt], 1)[0].first_token_s for prompt in prompts)
+def first_tokens_s(clients: StreamClients, client: InferenceClient, prompts: Sequence[Sequence[int]]) -> list[float]:
+    """Seconds to the first token of each prompt, one after the other."""
+    return [clients.run(client.target, [prompt], 1)[0].first_token_s for prompt in prompts]
+
+
+def report_first(label: str, seconds: Sequence[float], beside: Callable[[float], str]) -> None:
+    """The median of first tokens beside vLLM's, and their spread."""
+    median = statistics.median(seconds)
+    spread = f"{len(seconds)} prompts, {min(seconds) * 1e3:.2f} to {max(seconds) * 1e3:.2f}"
+    print(f"{label}  {median * 1e3:8.2f} ms   {beside(median)}; {spread}", flush=True)
 
 
 def report_prefill(
@@ -116,15 +123,17 @@ def report_prefill(
     """Time to the first token of a long prompt, of the same through the other worker, and through the same again."""
     first, other = (worker.client for worker in pair)
     for client in (first, other):  # long prompts of its own, so that neither meets the length for the first time
-        first_token_s(clients, client, prompts.take(1, options.long))
-    asked = prompts.take(options.repeats, options.long)
-    computed = first_token_s(clients, first, asked)
-    beside = peer.beside("prefill", options.long, computed, BOUNDS["prefill"])
-    print(f"first token of {options.long} tokens, computed        {computed * 1e3:8.2f} ms   {beside}")
+        first_tokens_s(clients, client, prompts.take(1, options.long))
+    asked = prompts.take(options.long_prompts, options.long)
+
+    def beside(case: str) -> Callable[[float], str]:
+        return lambda median: peer.beside(case, options.long, median, BOUNDS[case])
+
+    computed = first_tokens_s(clients, first, asked)
+    report_first(f"first token of {options.long} tokens, computed      ", computed, beside("prefill"))
     for label, client in (("through ANOTHER worker", other), ("through the same again", first)):
-        found = first_token_s(clients, client, asked)
-        beside = peer.beside("prefix_hit", options.long, found, BOUNDS["prefix_hit"])
-        print(f"    the same prompt {label}  {found * 1e3:8.2f} ms   {beside}", flush=True)
+        found = first_tokens_s(clients, client, asked)
+        report_first(f"    the same prompt {label}", found, beside("prefix_hit"))
 
 
 def last_words(place: Path) -> Callable[[object, BaseException | None, object], None]:
@@ -200,7 +209,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pool-bytes", default="16GiB")
     parser.add_argument("--max-batch-tokens", type=int, default=8192)
     parser.add_argument("--inferd-flags", default="", help="further flags of both workers, as one word")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each case on either side")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each decode case on either side")
+    parser.add_argument("--long-prompts", type=int, default=5, help="prompts of --long tokens on either side")
     parser.add_argument("--vllm-python", default=sys.executable, help="command of a Python that can import vllm")
     parser.add_argument("--vllm-memory", type=float, default=0.85, help="share of the GPU's memory for vLLM")
     parser.add_argument(

@@ -57,7 +57,8 @@ def vllm(folder: Path, options: argparse.Namespace) -> Iterator[Vllm]:
         yield Vllm(None, log)
         return
     words = [str(Path(__file__).parent / "vllm_peer.py"), str(folder), "--batches", ",".join(map(str, options.batches))]
-    words += ["--long", str(options.long), "--repeats", str(options.repeats), "--memory", str(options.vllm_memory)]
+    words += ["--long", str(options.long), "--long-prompts", str(options.long_prompts)]
+    words += ["--repeats", str(options.repeats), "--memory", str(options.vllm_memory)]
     command, pipe = [*shlex.split(options.vllm_python), *words], subprocess.PIPE
     with (
         log.open("wb") as errors,

@@ -1,8 +1,9 @@
 """The peer: vLLM in a process of its own, on the same config with weights of its own; one JSON object a case.
 
 {"case": "start", "version", "import_s", "init_s"}, {"case": "decode", "batch", "ms_per_step"},
-{"case": "prefill", "tokens", "s"}, {"case": "prefix_hit", "tokens", "s", "cached"}. Once started it waits for a line on
-stdin, so that nothing else is under way while it measures.
+{"case": "prefill", "tokens", "s", "least_s", "most_s"}, {"case": "prefix_hit", the same, "cached"}: medians of as many
+prompts as --long-prompts says, and their spread. Once started it waits for a line on stdin, so that nothing else is
+under way while it measures.
 
 A decode step is what a batch takes with all its tokens less what it takes with one, by their number: scheduling and
 sampling included, clients and streaming not.
@@ -78,10 +79,15 @@ def measure(run: Callable[[list[list[int]], int], tuple[float, int]], options: a
         all_ = statistics.median(run(prompts(batch, options.prompt), options.new)[0] for _ in range(options.repeats))
         tell(case="decode", batch=batch, ms_per_step=(all_ - one) / (options.new - 1) * 1e3)
     run(prompts(1, options.long), 1)
-    longs = [prompts(1, options.long) for _ in range(options.repeats)]
-    tell(case="prefill", tokens=options.long, s=statistics.median(run(long, 1)[0] for long in longs))
+    longs = [prompts(1, options.long) for _ in range(options.long_prompts)]
+    tell(case="prefill", tokens=options.long, **spread([run(long, 1)[0] for long in longs]))
     hits = [run(long, 1) for long in longs]
-    tell(case="prefix_hit", tokens=options.long, s=statistics.median(s for s, _ in hits), cached=hits[0][1])
+    tell(case="prefix_hit", tokens=options.long, **spread([s for s, _ in hits]), cached=hits[0][1])
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """The median, the least and the most."""
+    return {"s": statistics.median(seconds), "least_s": min(seconds), "most_s": max(seconds)}
 
 
 def main() -> None:
@@ -93,6 +99,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--long", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--long-prompts", type=int, default=5)
     parser.add_argument("--memory", type=float, default=0.85)
     options = parser.parse_args()
     llm, started = engine(options)
