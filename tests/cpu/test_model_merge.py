@@ -150,18 +150,31 @@ def test_merged_and_unmerged_models_say_the_same() -> None:
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 40])
-def test_float32_products_are_those_of_linear(rows: int) -> None:
-    x, weight = torch.randn(1, rows, 64), torch.randn(2100, 64)
-    got = linear.Multiply(widen=True)(x, weight, None)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("width", [64, 72])
+@pytest.mark.parametrize("rows", [1, 2, 4, 7, 16, 17, 128, 140])
+def test_float32_products_are_those_of_linear(rows: int, width: int, *, with_bias: bool) -> None:
+    x, weight, bias = torch.randn(1, rows, width), torch.randn(2100, width), torch.randn(2100) if with_bias else None
+    got = linear.Multiply(widen=True)(x, weight, bias)
 
-    torch.testing.assert_close(got, functional.linear(x, weight), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(got, functional.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
     assert got.is_contiguous()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_product_is_the_same_bits_whatever_rows_stand_beside_it(dtype: torch.dtype) -> None:
+    multiply = linear.Multiply(widen=True)
+    x, weight = torch.randn(16, 80).to(dtype), torch.randn(70, 80).to(dtype)
+    whole = multiply(x, weight, None)
+
+    for rows in (2, 3, 5, 8, 15):
+        assert torch.equal(multiply(x[-rows:], weight, None), whole[-rows:])
+
+
+@pytest.mark.parametrize("rows", [2, 3, 6, 16, 30])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_widened_products_are_the_float32_products_rounded_once(dtype: torch.dtype) -> None:
-    x, weight, bias = (torch.randn(shape).to(dtype) for shape in [(1, 6, 64), (2100, 64), (2100,)])
+def test_widened_products_are_the_float32_products_rounded_once(dtype: torch.dtype, rows: int) -> None:
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in [(1, rows, 64), (2100, 64), (2100,)])
     got = linear.Multiply(widen=True)(x, weight, bias)
 
     exact = functional.linear(x.double(), weight.double(), bias.double())

@@ -7,7 +7,7 @@ elements from the array's first one (C order), unchecked: who calls has checked.
     store(a, i, v)   a[i : i + W] = v             muladd(x, y, z)         x * y + z, fused where the machine can
     maximum(x, y)    x where x > y, else y        sums4(a, b, c, d)       (sum of a, of b, of c, of d)
     spread(a, i, W)  a[i] in every lane           greatest(x)             the greatest lane
-    + - * /
+    + - * /                                       widened(h, i, W)        h[i : i + W], bf16 patterns, as float32
 """
 
 from __future__ import annotations
@@ -98,6 +98,21 @@ def store(_typing: Any, array: Any, _index: Any, vector: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.int64, vector), codegen
+
+
+@emitted
+def widened(_typing: Any, halves: Any, _index: Any, width: Any) -> Any:
+    """bf16 patterns halves[index : index + width] of a C-contiguous array as float32; `width` is a constant."""
+    lanes = width.literal_value
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        data = cgutils.create_struct_proxy(sig.args[0])(context, builder, args[0]).data
+        short, long = (ir.VectorType(ir.IntType(bits), lanes) for bits in (16, 32))
+        patterns = builder.load(builder.bitcast(builder.gep(data, [args[1]]), short.as_pointer()), align=2)
+        wide = builder.shl(builder.zext(patterns, long), ir.Constant(long, [16] * lanes))
+        return builder.bitcast(wide, ir.VectorType(ir.FloatType(), lanes))
+
+    return Vector(lanes)(halves, types.int64, width), codegen
 
 
 @emitted

@@ -25,3 +25,6 @@ def warm_up() -> None:
     ops.gather(0, table, 8, rows.transpose(1, 0, 2), rows.transpose(1, 0, 2))
     batch = AttentionBatch(np.array([0, 8], np.int32), np.array([8], np.int32), table[None])
     ops.attend(0, rows, np.empty_like(rows), batch, AttentionParams(0.25))
+    importlib.import_module("pagekernels.cpu.product").multiply(
+        *(np.ones((n, 16), np.float32) for n in (1, 2)), np.empty((0, 16), np.uint16), np.ones((1, 2), np.float32)
+    )
