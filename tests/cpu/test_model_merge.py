@@ -152,7 +152,7 @@ def test_merged_and_unmerged_models_say_the_same() -> None:
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("width", [64, 72])
-@pytest.mark.parametrize("rows", [1, 2, 4, 7, 16, 17, 128, 140])
+@pytest.mark.parametrize("rows", [0, 1, 2, 4, 7, 16, 17, 128, 140])
 def test_float32_products_are_those_of_linear(rows: int, width: int, *, with_bias: bool) -> None:
     x, weight, bias = torch.randn(1, rows, width), torch.randn(2100, width), torch.randn(2100) if with_bias else None
     got = linear.Multiply(widen=True)(x, weight, bias)

@@ -24,7 +24,7 @@ _CHUNK = 32  # rows of weights that a thread takes at a time
 
 def takes(num_rows: int, width: int) -> bool:
     """Whether `multiply` is made for so many rows of this many elements."""
-    return num_rows <= MAX_ROWS and width % LANES == 0
+    return 0 < num_rows <= MAX_ROWS and width % LANES == 0
 
 
 @exact
