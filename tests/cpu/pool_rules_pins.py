@@ -58,3 +58,22 @@ class PinRules(PoolMachine):
         for blocks, priority in zip(lengths, priorities, strict=True):
             self.pin(tokens[: blocks * SIZE], b"", priority, blocks == pinned, float((blocks * 7 + priority) % 5 + 1))
         self.unpin(tokens[: undone * SIZE])
+
+    @rule(left=st.integers(1, 2), data=st.data())
+    def end_of_a_kept_prefix_is_lost(self, left: int, data: st.DataObject) -> None:
+        """All blocks but one or two are taken at once and given back; what is left of the prefix is kept."""
+        lease, table_id, tokens = self.worker(data), self.model.next_id, [1] * (3 * SIZE)
+        self.send(lease, Step(self.next_step(lease), creates=[TableRequest(tokens, 3, no_match=True)]))
+        if table_id not in self.own_tables(lease):
+            return
+        self.send(lease, Step(self.next_step(lease), [Commit(table_id, tokens)], [table_id]))
+        self.pin(tokens, b"", 3, False, 10.0)  # as the rule above takes it
+        self.take_and_give_back(lease, self.model.available - left)
+        self.take_and_give_back(lease, self.model.available - 1)
+
+    def take_and_give_back(self, lease: int, count: int) -> None:
+        table_id = self.model.next_id
+        if count > 0:
+            self.send(lease, Step(self.next_step(lease), creates=[TableRequest((), count)]))
+        if table_id in self.own_tables(lease):
+            self.send(lease, Step(self.next_step(lease), releases=[table_id]))
