@@ -24,7 +24,7 @@ MAX_SPECULATE_TOKENS = 32
 """Longest draft that may be asked for."""
 
 FIRST_DRAFT = 2
-FIRST_REST, LAST_REST = 4, 64
+FIRST_REST, LAST_REST = 2, 64
 """Tokens."""
 
 

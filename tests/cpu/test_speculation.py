@@ -66,7 +66,7 @@ def test_wrong_guesses_halve_then_rest_ever_longer_until_one_is_right() -> None:
         rests.append(rest_of(speculation))
         assert len(speculation.draft(99)) == 1, "a single token is tried"
         speculation.verified(1, 0)
-    assert rests == [FIRST_REST, 8, 16, 32, LAST_REST, LAST_REST, LAST_REST]
+    assert rests == [FIRST_REST, 4, 8, 16, 32, LAST_REST, LAST_REST]
     rest_of(speculation)
     speculation.verified(1, 1)
     assert len(speculation.draft(99)) == 2
