@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
@@ -146,7 +146,7 @@ class GenerationService:
             raise self._dispatcher.starting()
         return card, self._tokenizer
 
-    async def _prompt(self, request: pb.GenerateRequest, card: ModelCard, tokenizer: Tokenizer) -> list[int]:
+    async def _prompt(self, request: pb.GenerateRequest, card: ModelCard, tokenizer: Tokenizer) -> Sequence[int]:
         """The prompt's token ids, whatever it came as."""
         kind = request.WhichOneof("prompt")
         if kind == "tokens":

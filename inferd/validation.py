@@ -15,7 +15,7 @@ from inferd.strategy import Strategy, check_strategy
 from pagepool.errors import PagepoolError, Reason, invalid_field
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.limits import check_priority, check_salt
-from pagepool.token_ids import TOKEN_BYTES, unpack
+from pagepool.token_ids import TOKEN_BYTES, all_below, unpack
 
 DEFAULT_MAX_TOKENS = 256
 MAX_TEMPERATURE = 100.0
@@ -36,7 +36,7 @@ class Checked:
     strategy: Strategy
     scored: bool
 
-    def submit(self, prompt: list[int], card: ModelCard) -> Submit:
+    def submit(self, prompt: Sequence[int], card: ModelCard) -> Submit:
         """The request with its prompt. Raises PROMPT_EMPTY or PROMPT_TOO_LONG."""
         if not prompt:
             raise prompt_empty("prompt")
@@ -92,12 +92,13 @@ def check_token_ids(field: str, token_ids: Sequence[int], card: ModelCard) -> No
             raise invalid_field(f"{field}[{position}]", token, limit, "take ids from Tokenize of this model")
 
 
-def token_prompt(prompt: pb.TokenPrompt, card: ModelCard) -> list[int]:
+def token_prompt(prompt: pb.TokenPrompt, card: ModelCard) -> Sequence[int]:
     """The ids of a prompt. Raises PROMPT_TOO_LONG before it looks at each of them, then INVALID_FIELD."""
     packed = prompt.packed_token_ids
     count = len(packed) // TOKEN_BYTES or len(prompt.token_ids)
     if count > card.max_context_tokens:
         raise prompt_too_long(count, 1, card)
+    token_ids: Sequence[int]
     if not packed:
         token_ids = prompt.token_ids[:]
     elif prompt.token_ids:
@@ -110,7 +111,8 @@ def token_prompt(prompt: pb.TokenPrompt, card: ModelCard) -> list[int]:
             limit = f"a multiple of {TOKEN_BYTES} bytes"
             remedy = "send each id as a 32-bit little-endian integer"
             raise invalid_field("tokens.packed_token_ids", f"{len(packed)} bytes long", limit, remedy) from error
-    check_token_ids("tokens.packed_token_ids" if packed else "tokens.token_ids", token_ids, card)
+    if not (packed and all_below(packed, card.vocab_size)):
+        check_token_ids("tokens.packed_token_ids" if packed else "tokens.token_ids", token_ids, card)
     return token_ids
 
 

@@ -131,7 +131,7 @@ class Admission:
         resuming = sequence.suspended_id != 0
         return TableRequest(
             ref=sequence.request,
-            token_ids=() if resuming else sequence.tokens,
+            token_ids=() if resuming else sequence.known,
             num_blocks=num_blocks,
             salt=b"" if resuming else sequence.submit.salt,
             priority=0 if resuming else sequence.submit.priority,

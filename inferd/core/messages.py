@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -113,7 +114,7 @@ class Submit:
     """
 
     request: int
-    prompt: list[int]
+    prompt: Sequence[int]
     max_tokens: int
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     stop_token_ids: list[int] = dataclasses.field(default_factory=list)

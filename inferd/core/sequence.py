@@ -89,6 +89,11 @@ class Sequence:
         return -self.submit.priority, self.arrived_at, self.submit.request
 
     @property
+    def known(self) -> Seq[int]:
+        """Its tokens, as they came while they are the prompt's alone: packed for memd, those cost nothing."""
+        return self.tokens if self.num_generated else self.submit.prompt
+
+    @property
     def num_generated(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.num_prompt

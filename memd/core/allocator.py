@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
+from memd.core.block import span_of
 from memd.core.errors import InvariantError
 
 NOWHERE = -1
@@ -66,6 +67,11 @@ class FrameQueue:
     def remove_all(self, frames: Sequence[int]) -> None:
         """As `remove`, for each of these frames, each named once; fastest where they stand side by side."""
         befores, afters, i, count = self._before, self._after, 0, len(frames)
+        span = span_of(frames)
+        if span is not None and befores[span][:-1] == array("i", range(span.start + 1, span.stop)):
+            before, after = befores[span.stop - 1], afters[span.start]
+            befores[span] = afters[span] = array("i", [NOWHERE]) * count
+            afters[before], befores[after], i = after, before, count
         while i < count:  # a prefix was released from its end, so its frames stand in a row, the last one first
             frame = frames[i]
             before, after = befores[frame], afters[frame]

@@ -12,6 +12,9 @@ from memd.core.errors import InvariantError
 TOKEN_BYTES = 4
 """Token ids are kept and hashed as little-endian unsigned 32-bit integers."""
 
+MANY_FRAMES = 16
+"""From so many frames on it pays to look whether they stand in a row."""
+
 FEW_HOLDERS = 8
 """So many references of a block are a tuple, which costs least; more are counted by holder, so that each costs as much
 as the first, however many share a block."""
@@ -53,6 +56,17 @@ class ManyHolders:
 
 Holders = tuple[int, ...] | ManyHolders
 """Who refers to a block: ids of tables and of leases, one entry per reference. Both kinds draw from one counter."""
+
+
+def span_of(frames: Sequence[int]) -> slice | None:
+    """The frames as a slice, if they are many and stand in a row: what is done to a slice takes no loop.
+
+    Those of a prefix mostly are, for they were granted together.
+    """
+    if len(frames) < MANY_FRAMES or frames[-1] - frames[0] != len(frames) - 1:
+        return None
+    span = slice(frames[0], frames[-1] + 1)
+    return span if list(frames) == list(range(span.start, span.stop)) else None
 
 
 class Blocks:

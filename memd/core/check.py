@@ -199,6 +199,8 @@ def _check_index(store: BlockStore) -> None:
     for digest, frame in store.index.frames.items():
         there = blocks.prefixes[frame] != 0 and blocks.digests[frame] == digest
         _require(there, f"the index has a digest for frame {frame}, where no such block is")
+    known = [frame for frame in range(store.num_blocks) if store.index.finds(frame)]
+    _require(known == sorted(store.index.frames.values()), f"frames {known} are thought to be found, others are")
     chains = store.index.beginnings.chains()
     found = sorted(frame for chain in chains for frame in chain)
     _require(

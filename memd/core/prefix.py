@@ -9,10 +9,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from hashlib import sha256
+from operator import eq
 
 from memd.core.allocator import NOWHERE
 from memd.core.beginnings import Beginnings
-from memd.core.block import TOKEN_BYTES, Blocks
+from memd.core.block import TOKEN_BYTES, Blocks, span_of
 
 ROOT = b"pagepool prefix 1\0"
 """Separates these digests from all others, and from those of another scheme."""
@@ -31,14 +32,15 @@ def chained_digest(parent: bytes, packed: bytes) -> bytes:
 class PrefixIndex:
     """At most one sealed block per digest: the one that a match finds."""
 
-    __slots__ = ("_blocks", "_followers", "beginnings", "frames", "model_digest")
+    __slots__ = ("_blocks", "_followers", "_found", "beginnings", "frames", "model_digest")
 
     def __init__(self, blocks: Blocks, model_digest: bytes) -> None:
         self._blocks = blocks
         self.model_digest = model_digest
         self.frames: dict[bytes, int] = {}  # changed by add and remove alone
         self.beginnings = Beginnings(blocks)
-        # By frame: where the block after this one was found last. A guess, to be checked: blocks come and go.
+        self._found = bytearray(len(blocks.ids))  # by frame: whether its digest finds it
+        # By frame: where the block after this one was sealed or found last. A guess, to be checked: blocks come and go.
         self._followers = array("i", [NOWHERE]) * len(blocks.ids)
 
     def add(self, frame: int) -> None:
@@ -46,7 +48,9 @@ class PrefixIndex:
         digest = self._blocks.digests[frame]
         if (other := self.frames.get(digest)) is not None:
             self.beginnings.remove(other)
+            self._found[other] = False
         self.frames[digest] = frame
+        self._found[frame] = True
         self.beginnings.add(frame)
 
     def remove(self, frame: int) -> bool:
@@ -54,8 +58,17 @@ class PrefixIndex:
         if self.frames.get(self._blocks.digests[frame]) != frame:
             return False
         del self.frames[self._blocks.digests[frame]]
+        self._found[frame] = False
         self.beginnings.remove(frame)
         return True
+
+    def finds(self, frame: int) -> bool:
+        """Whether a match can find the block in a frame, as `match` knows it without its digest."""
+        return bool(self._found[frame])
+
+    def expect(self, before: int, frame: int) -> None:
+        """Guess that matches find the block in `frame` after the one in `before`: no digests are made for it then."""
+        self._followers[before] = frame
 
     def digest_of(self, parent: int | None, packed: bytes, salt: bytes) -> bytes:
         """The digest of a block with these packed token ids after the sealed block in frame `parent` (None: first)."""
@@ -66,22 +79,58 @@ class PrefixIndex:
         """Frames of the longest indexed prefix of these packed token ids; never includes the last token."""
         size = self._blocks.block_size * TOKEN_BYTES
         found = self._first(packed[:size], salt) if len(packed) > size else []
-        # What `holds` asks is asked here without a call: a long prompt has hundreds of blocks, and its user waits.
-        blocks, frame_with, followers = self._blocks, self.frames.get, self._followers
-        tokens, parents, prefixes, digests = blocks.tokens, blocks.parents, blocks.prefixes, blocks.digests
-        for start in range(size, len(packed) - size, size) if found else ():
-            before, piece = found[-1], packed[start : start + size]
-            parent, frame = prefixes[before], followers[before]
-            # A block with these tokens after this prefix, which its own digest finds, is what a digest made anew would
-            # find. (NOWHERE has no tokens.)
-            known = parents[frame] == parent and tokens[frame * size : (frame + 1) * size] == piece
-            if not known or frame_with(digests[frame]) != frame:
-                frame = frame_with(sha256(digests[before] + piece).digest(), NOWHERE)
-                if parents[frame] != parent or tokens[frame * size : (frame + 1) * size] != piece:
-                    break
-                followers[before] = frame
+        most, guessed = (len(packed) - 1) // size, 1
+        while 0 < len(found) < most:
+            # Many blocks at once: a long prompt has hundreds of them, and its user waits. Guesses that are wrong cost
+            # no more than the blocks that were found, or one.
+            frames = self._guesses(found[-1], min(guessed, most - len(found)))
+            if frames and self._follow(
+                found[-1], frames, packed[len(found) * size : (len(found) + len(frames)) * size]
+            ):
+                found += frames
+                guessed *= 4
+                continue
+            guessed = 1
+            if (frame := self._after(found[-1], packed[len(found) * size : (len(found) + 1) * size])) == NOWHERE:
+                break
             found.append(frame)
         return found
+
+    def _guesses(self, frame: int, count: int) -> list[int]:
+        """Where the next so many blocks after this one are, as far as that can be guessed."""
+        followers, frames = self._followers, list[int]()
+        for _ in range(count):
+            if (frame := followers[frame]) == NOWHERE:
+                break
+            frames.append(frame)
+        return frames
+
+    def _follow(self, before: int, frames: list[int], packed: bytes) -> bool:
+        """Whether blocks with these tokens, one after the other behind `before`, are in these frames, and found there.
+
+        A block with these tokens after this prefix, which its own digest finds, is what a digest made anew would find.
+        """
+        blocks, size = self._blocks, self._blocks.block_size * TOKEN_BYTES
+        prefixes, parents, found = blocks.prefixes, blocks.parents, self._found
+        if (span := span_of(frames)) is not None:
+            return (
+                parents[span] == prefixes[before : before + 1] + prefixes[span][:-1]
+                and blocks.tokens[span.start * size : span.stop * size] == packed
+                and all(found[span])
+            )
+        return (
+            all(map(eq, map(parents.__getitem__, frames), map(prefixes.__getitem__, [before, *frames])))
+            and b"".join([blocks.tokens[frame * size : (frame + 1) * size] for frame in frames]) == packed
+            and all(map(found.__getitem__, frames))
+        )
+
+    def _after(self, before: int, piece: bytes) -> int:
+        """The frame of the block with these tokens after the one in `before`; NOWHERE if the index has none."""
+        frame = self.frames.get(sha256(self._blocks.digests[before] + piece).digest(), NOWHERE)
+        if frame == NOWHERE or not self.holds(frame, self._blocks.prefixes[before], piece, b""):
+            return NOWHERE
+        self._followers[before] = frame
+        return frame
 
     def following(self, matched: list[int], packed: bytes, salt: bytes, most: int) -> Iterator[bytes]:
         """Digests of up to so many full blocks of these packed tokens that come after a match, made when asked for."""

@@ -78,7 +78,7 @@ class Sharing:
         frames, store = self._clients.frames(block_ids), self._state.cut_store()
         for frame in frames:
             self._clients.require_readable(lease, frame)
-        sources = dict.fromkeys(frames)
+        sources = list(dict.fromkeys(frames))
         spare = max(self._clients.spare() - store.num_evictable(sources), 0)
         self._clients.require(store, count, count, spare)
         targets = store.grant_beside(count, (lease_id,), sources, now)

@@ -9,11 +9,12 @@ The life of a block:
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 
 from memd.core.accounts import Counters
 from memd.core.allocator import Allocator, Links
-from memd.core.block import FEW_HOLDERS, Blocks, ManyHolders
+from memd.core.block import FEW_HOLDERS, Blocks, ManyHolders, span_of
 from memd.core.cached import CachedFrames, Retention
 from memd.core.errors import InvariantError
 from memd.core.prefix import PrefixIndex
@@ -60,11 +61,10 @@ class BlockStore:
         """Blocks that can be granted: free and cached ones, but for those that are pinned."""
         return self.allocator.num_free + self.cached.num_evictable
 
-    def num_evictable(self, frames: Collection[int]) -> int:
+    def num_evictable(self, frames: Sequence[int]) -> int:
         """How many of these blocks are counted as available: those that are cached and not pinned."""
-        held, count = self.blocks.holders, 0
-        for frame in frames:
-            count += not held[frame]
+        held = self.blocks.holders
+        count = sum(not held[frame] for frame in frames) if (span := span_of(frames)) is None else held[span].count(())
         if self.cached.num_pinned:
             count -= sum(not held[frame] and self.cached.is_pinned(frame) for frame in frames)
         return count
@@ -83,6 +83,8 @@ class BlockStore:
     def run(self, frames: Sequence[int]) -> BlockRun:
         """The ids and packed entries of the blocks in these frames."""
         ids, base, step = self.blocks.ids, self._entry_base, self._entry_step
+        if (span := span_of(frames)) is not None:
+            return BlockRun(ids[span].tolist(), list(range(base + span.start * step, base + span.stop * step, step)))
         return BlockRun([ids[frame] for frame in frames], [base | frame * step for frame in frames])
 
     def grant(self, count: int, holders: tuple[int, ...], now: float) -> list[int]:
@@ -109,6 +111,10 @@ class BlockStore:
     def hold(self, frames: Sequence[int], holders: tuple[int, ...], now: float) -> None:
         """Add the one reference in `holders` to each of these blocks, which may be cached."""
         held, touched, cached = self.blocks.holders, self.blocks.touched, list[int]()
+        if (span := span_of(frames)) is not None and held[span].count(()) == len(frames):
+            held[span], touched[span] = [holders] * len(frames), array("d", [now]) * len(frames)
+            self.cached.remove_all(frames)
+            return
         (holder,), add = holders, self.blocks.add_reference
         for frame in frames:
             known = held[frame]
@@ -200,6 +206,8 @@ class BlockStore:
             blocks.salts[frame] = salt
         if blocks.prefixes[frame] == blocks.ids[frame]:  # the first with these tokens after this prefix
             self.index.add(frame)
+        if parent is not None:
+            self.index.expect(parent, self.index.frames.get(digest, frame))
         return has_twin
 
     def _evict(self, frame: int) -> None:

@@ -23,13 +23,31 @@ def pack(token_ids: Sequence[int]) -> bytes:
         raise ValueError(f"a token id does not fit into 32 bits: {error}") from error
 
 
-def unpack(packed: bytes) -> list[int]:
-    """The ids of bytes; ValueError if there is a part of an id at the end."""
+def unpack(packed: bytes) -> array[int]:
+    """The ids of bytes; ValueError if there is a part of an id at the end.
+
+    An array, since a list of them takes a hundred times as long: who only hands a prompt on never needs one.
+    """
     if len(packed) % TOKEN_BYTES:
         raise ValueError(f"{len(packed)} bytes are no whole number of {TOKEN_BYTES}-byte token ids")
     words = array("I")
     words.frombytes(packed)
-    return _little_endian(words).tolist()
+    return _little_endian(words)
+
+
+def all_below(packed: bytes, limit: int) -> bool:
+    """Whether every id of these bytes, of which there are whole ones, is below `limit`, from 0 to 2**31.
+
+    Looks at all of them at once, as the digits of one number: none reaches 2**31, and none does with 2**31 - limit
+    added, which carries into no other id then.
+    """
+    count, digits = len(packed) // TOKEN_BYTES, int.from_bytes(packed, "little")
+    top, more = _repeated(1 << 31, count), _repeated((1 << 31) - limit, count)
+    return not digits & top and not (digits + more) & top
+
+
+def _repeated(digit: int, count: int) -> int:
+    return int.from_bytes(digit.to_bytes(TOKEN_BYTES, "little") * count, "little")
 
 
 def _little_endian(words: array[int]) -> array[int]:

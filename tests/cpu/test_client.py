@@ -297,7 +297,7 @@ def test_prompts_and_options_become_the_request_they_name() -> None:
     assert not request.sampling.HasField("top_p")
     assert (request.sampling.temperature, request.sampling.top_k, request.max_tokens) == (0.0, 3, 5)
     assert list(request.stop) == ["end"]
-    assert unpack(generate_request(None, None, [1, 2], {}).tokens.packed_token_ids) == [1, 2]
+    assert list(unpack(generate_request(None, None, [1, 2], {}).tokens.packed_token_ids)) == [1, 2]
     request = generate_request(
         "a", None, None, {"logit_bias": {7: -100, 2: 0.5}, "repetition_penalty": 1.5, "logprobs": 0}
     )

@@ -222,7 +222,7 @@ def test_steps_are_numbered_and_answers_become_events_in_order(memd: ScriptedMem
     assert (sent.step_id, list(sent.release_table_ids)) == (1, [2])
     assert sent.commits == [wire.Commit(table_id=3, token_ids=[5, 6])]
     (create,) = sent.creates
-    assert (create.ref, unpack(create.packed_token_ids), create.num_blocks) == (9, [1, 2, 3], 2)
+    assert (create.ref, list(unpack(create.packed_token_ids)), create.num_blocks) == (9, [1, 2, 3], 2)
     assert (create.salt, create.priority, create.num_yields) == (b"s", -1, 3)
     assert (create.no_match, create.partial, create.wait_for_prefix) == (True, True, True)
     assert (session.steps_sent, session.steps_answered, session.unary_calls) == (1, 1, 0)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagepool.token_ids import pack, unpack
+from pagepool.token_ids import all_below, pack, unpack
 
 
 def test_ids_are_little_endian_words() -> None:
@@ -15,7 +15,16 @@ def test_ids_are_little_endian_words() -> None:
 
 @given(st.lists(st.integers(0, 2**32 - 1)))
 def test_what_is_packed_is_unpacked_again(token_ids: list[int]) -> None:
-    assert unpack(pack(token_ids)) == token_ids
+    assert unpack(pack(token_ids)).tolist() == token_ids
+    assert pack(unpack(pack(token_ids))) == pack(token_ids)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1) | st.sampled_from([0, 999, 1000, 1001, 2**31 - 1, 2**31])), st.booleans())
+def test_ids_are_all_below_a_limit_or_one_is_not(token_ids: list[int], narrow: bool) -> None:
+    limit = 1000 if narrow else 2**31
+    assert all_below(pack(token_ids), limit) is all(token < limit for token in token_ids)
+    few = [token % 1001 for token in token_ids]
+    assert all_below(pack(few), 1000) is all(token < 1000 for token in few)
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
