@@ -43,7 +43,7 @@ class Multiply:
         """The product in x's dtype, [..., O]."""
         rows = x.numel() // x.shape[-1]
         if weight.dtype is torch.float32:
-            if self._few.takes(rows, x.shape[-1]) and weight.is_contiguous():
+            if self._takes(x, rows, weight):
                 return self._by_lines(x, weight.detach().numpy(), _NO_HALVES, bias)
             if 1 < rows <= _LEFT_ROWS:
                 out = (weight @ x.reshape(rows, -1).t()).t().contiguous().view(*x.shape[:-1], -1)
@@ -51,11 +51,16 @@ class Multiply:
             if rows > _LEFT_ROWS and weight.shape[0] > _PIECE:
                 return self._by_pieces(x, weight, bias)
         elif self._widen and rows > 1:  # PyTorch's bf16 product of one row is fast
-            if weight.dtype is torch.bfloat16 and self._few.takes(rows, x.shape[-1]) and weight.is_contiguous():
+            if weight.dtype is torch.bfloat16 and self._takes(x, rows, weight):
                 return self._by_lines(x, _NO_FLOATS, weight.detach().view(torch.uint16).numpy(), bias)
             if rows >= _WIDEN_ROWS:
                 return self._by_pieces(x, weight, bias)
         return functional.linear(x, weight, bias)
+
+    def _takes(self, x: torch.Tensor, rows: int, weight: torch.Tensor) -> bool:
+        """Whether the kernel for few rows takes them, which reads as told; what does not fit is PyTorch's to refuse."""
+        fits = x.shape[-1] == weight.shape[1] and x.dtype is weight.dtype and weight.is_contiguous()
+        return fits and bool(self._few.takes(rows, x.shape[-1]))
 
     def _by_lines(
         self, x: torch.Tensor, floats: np.ndarray, halves: np.ndarray, bias: torch.Tensor | None

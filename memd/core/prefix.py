@@ -82,7 +82,7 @@ class PrefixIndex:
         most, guessed = (len(packed) - 1) // size, 1
         while 0 < len(found) < most:
             # Many blocks at once: a long prompt has hundreds of them, and its user waits. Guesses that are wrong cost
-            # no more than the blocks that were found, or one.
+            # a comparison with at most some three times the blocks that were found.
             frames = self._guesses(found[-1], min(guessed, most - len(found)))
             if frames and self._follow(
                 found[-1], frames, packed[len(found) * size : (len(found) + len(frames)) * size]

@@ -21,7 +21,8 @@ YIELD_S = 10.0
 
 MAX_YIELDS = 4
 """A table that has yielded so often goes on: its worker, which asks for more each time, has asked for all that it may
-need by now, so it ends. Only if such a table runs short all the same, less urgent ones of the kind yield to it."""
+need by now, so it ends, and until then whoever is more urgent yields rather than it. Only if such a table runs short
+all the same, less urgent ones of the kind yield to it, or it itself if there is none."""
 
 MAX_LOOKED = 65_536
 """Blocks of tables that are looked at for one asker: all workers wait meanwhile, some 20 ms."""

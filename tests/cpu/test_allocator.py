@@ -7,6 +7,7 @@ import random
 import pytest
 
 from memd.core.allocator import Allocator, FrameQueue, Links
+from memd.core.block import MANY_FRAMES, span_of
 from memd.core.errors import InvariantError
 
 
@@ -88,6 +89,26 @@ def test_removing_many_at_once_is_removing_each(seed: int) -> None:
     for frame in gone:  # they are in no queue now
         many.append(frame)
     assert list(many) == [*each, *gone]
+    assert [many.pop() for _ in range(len(many))] == [*each, *gone]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_removing_frames_that_stand_in_a_row_at_once_is_removing_each(seed: int) -> None:
+    """As a prefix leaves them: the last one first."""
+    draw = random.Random(seed)
+    many, each = FrameQueue(Links(60)), FrameQueue(Links(60))
+    for queue in (many, each):
+        for frame in reversed(range(60)):
+            queue.append(frame)
+    first = draw.choice([0, draw.randrange(30)])
+    gone = list(range(first, draw.choice([60, first + MANY_FRAMES + draw.randrange(10)])))
+    assert span_of(gone) is not None
+    many.remove_all(gone)
+    for frame in gone:
+        each.remove(frame)
+    assert (list(many), len(many)) == (list(each), len(each))
+    for frame in gone:
+        many.append(frame)
     assert [many.pop() for _ in range(len(many))] == [*each, *gone]
 
 

@@ -70,12 +70,29 @@ def test_a_match_ends_where_the_tokens_differ_however_many_are_looked_at_togethe
     pool.check()
 
 
+@pytest.mark.parametrize("length", [1, 6])
+def test_equal_blocks_after_another_prefix_are_not_matched_whatever_is_guessed(length: int) -> None:
+    """By then one block is looked at, or so many that they are compared as a slice."""
+    pool = a_pool(3 * LONG)
+    worker, tail = Worker(pool), [2] * ((LONG - 1) * B)
+    long, short = [1] * B + tail, ([3] * B + tail)[: length * B]
+    worker.serve(long)
+    worker.serve(short)
+    index = pool._state.cut_store().index
+    there, own = index.match(pack([*long, 9]), b""), index.match(pack([*short, 9]), b"")
+    assert (len(there), len(own)) == (LONG, length)
+    assert span_of(there[length:]) is not None
+    index.expect(own[-1], there[length])
+    assert index.match(pack([3] * B + tail), b"") == own
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_a_match_finds_what_digests_find_one_by_one(seed: int) -> None:
     draw = random.Random(seed)
     pool = a_pool(5 * LONG // 2)
     workers = [Worker(pool), Worker(pool, "lock 2")]
-    roots = [[draw.randrange(1000) for _ in range(LONG * B)] for _ in range(3)]
+    # Of two kinds of blocks, so that equal ones come after different prefixes.
+    roots = [[token for _ in range(LONG) for token in [draw.randrange(2)] * B] for _ in range(3)]
     held: list[tuple[Worker, Grant]] = []
     for _ in range(40):
         worker = draw.choice(workers)

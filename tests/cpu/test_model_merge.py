@@ -161,6 +161,12 @@ def test_float32_products_are_those_of_linear(rows: int, width: int, *, with_bia
     assert got.is_contiguous()
 
 
+@pytest.mark.parametrize(("width", "dtype"), [(32, torch.float32), (64, torch.bfloat16)])
+def test_a_product_of_what_does_not_fit_is_refused(width: int, dtype: torch.dtype) -> None:
+    with pytest.raises(RuntimeError, match=r"shape|dtype|type"):
+        linear.Multiply(widen=True)(torch.ones(1, width, dtype=dtype), torch.ones(40, 64), None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_rows_product_is_the_same_bits_whatever_rows_stand_beside_it(dtype: torch.dtype) -> None:
     multiply = linear.Multiply(widen=True)
