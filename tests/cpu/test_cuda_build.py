@@ -15,7 +15,7 @@ from pagekernels.cuda.move import move_defines
 from pagekernels.cuda.prebuild import LOGITS, SHARED_LIMIT, Job, jobs_of, shared_limit
 from pagekernels.layout import LAYOUT_SWIZZLED, Format, LayerShape, PagedLayout
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_120")
+ARCHITECTURES = ("sm_90", *(pytest.param(each, marks=pytest.mark.full) for each in ("sm_80", "sm_120")))
 NATIVE = LayerShape(4, 128, 128)
 ODD = LayerShape(3, 20, 7)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import pytest
@@ -190,10 +191,10 @@ def test_claims_are_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_order_of_urgency_is_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = Victims._candidates
-    monkeypatch.setattr(Victims, "_candidates", lambda self: candidates(self)[::-1])
+    monkeypatch.setattr(Victims, "_candidates", lambda self, most: candidates(self, most)[::-1])
 
     def for_growth(self: Victims, asker: Asker, missing: int, now: float) -> None:
-        self._name(self._choose(self._candidates(), missing, now)[0], now)
+        self._name(self._choose(self._candidates(inf), missing, now)[0], now)
 
     monkeypatch.setattr(Victims, "for_growth", for_growth)
     with pytest.raises(AssertionError, match="most urgent"):
