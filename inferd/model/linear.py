@@ -35,9 +35,8 @@ class Multiply:
     def __init__(self, *, widen: bool) -> None:
         self._widen = widen
         self._scratch = torch.empty(0)
-        self._few = importlib.import_module(
-            "pagekernels.cpu.product"
-        )  # not at the top: a GPU's worker compiles nothing
+        # Not at the top: a GPU's worker, which imports this module too, compiles no CPU kernels.
+        self._few = importlib.import_module("pagekernels.cpu.product")
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The product in x's dtype, [..., O]."""

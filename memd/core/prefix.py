@@ -83,15 +83,13 @@ class PrefixIndex:
         while 0 < len(found) < most:
             # Many blocks at once: a long prompt has hundreds of them, and its user waits. Guesses that are wrong cost
             # a comparison with at most some three times the blocks that were found.
-            frames = self._guesses(found[-1], min(guessed, most - len(found)))
-            if frames and self._follow(
-                found[-1], frames, packed[len(found) * size : (len(found) + len(frames)) * size]
-            ):
+            frames, at = self._guesses(found[-1], min(guessed, most - len(found))), len(found) * size
+            if frames and self._follow(found[-1], frames, packed[at : at + len(frames) * size]):
                 found += frames
                 guessed *= 4
                 continue
             guessed = 1
-            if (frame := self._after(found[-1], packed[len(found) * size : (len(found) + 1) * size])) == NOWHERE:
+            if (frame := self._after(found[-1], packed[at : at + size])) == NOWHERE:
                 break
             found.append(frame)
         return found
