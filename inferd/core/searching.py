@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from dataclasses import dataclass
 
 from inferd.core.beam import BeamSearch
@@ -18,7 +19,7 @@ class _Next:
     """A beam of the next step: whose table it forks, its tokens, and of how many the KV was there before it yielded."""
 
     parent: int
-    tokens: list[int]
+    tokens: MutableSequence[int]
     most_computed: int = 0
 
 
@@ -79,7 +80,7 @@ class Search:
         else:
             candidates = [each.likeliest for each in members if each.likeliest is not None]
             choices = self.rules.advance(candidates)
-            self._next = [_Next(each.parent, [*members[each.parent].tokens, each.token]) for each in choices]
+            self._next = [_Next(each.parent, _longer(members[each.parent], each.token)) for each in choices]
         for each in members:
             each.likeliest = None
         return not self._next
@@ -122,7 +123,7 @@ class Search:
             tables.release(_table(each).table_id)
             each.likeliest = None
         self._beams, self._next = [], []
-        owner.tokens = list(owner.submit.prompt)
+        owner.tokens = owner.tokens[: owner.num_prompt]
         owner.length = owner.num_prompt
         owner.num_computed = min(owner.num_computed, owner.num_prompt)  # what it computes again as the owner
         owner.most_computed = min(owner.most_computed, owner.num_prompt)
@@ -143,6 +144,12 @@ def _hold(beam: Sequence, chosen: _Next, table: BlockTable) -> None:
     beam.length = len(tokens)
     beam.num_computed = beam.num_launched = table.num_tokens
     beam.num_prefill = beam.num_prompt if table.num_tokens == len(tokens) - 1 else len(tokens)
+
+
+def _longer(beam: Sequence, token: int) -> MutableSequence[int]:
+    tokens = beam.tokens[:]
+    tokens.append(token)
+    return tokens
 
 
 def _table(sequence: Sequence) -> BlockTable:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import MutableSequence
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -44,8 +46,7 @@ class Sequence:
     A sequence that speculates guesses the tokens from `length` on: its `draft` is computed behind its last token, in
     the one step that it then has in flight, and what was sampled says how much of it is right.
 
-    Times are seconds of the engine's clock; None until
-    it has happened. PagepoolError if there is nothing to do.
+    Times are seconds of the engine's clock; None until it has happened. PagepoolError if there is nothing to do.
     """
 
     def __init__(self, submit: Submit, arrived_at: float) -> None:
@@ -56,7 +57,8 @@ class Sequence:
         self.submit = submit
         self.request = submit.request
         self.phase = Phase.WAITING
-        self.tokens = list(submit.prompt)
+        # As an array: a list makes a number of each id, while the first token of a prompt that is found is waited for.
+        self.tokens: MutableSequence[int] = array("I", submit.prompt)
         self.length = self.num_prompt = self.num_prefill = len(self.tokens)
         self.max_length = self.num_prompt + submit.max_tokens
         self.num_computed = self.num_launched = self.in_flight = 0
@@ -182,7 +184,7 @@ class Sequence:
             self.most_computed = max(self.most_computed, self.num_computed)
         self.num_computed = self.num_launched = 0
 
-    def suspend(self) -> list[int]:
+    def suspend(self) -> Seq[int]:
         """Wait again, without blocks; the tokens of the table that are known and not committed."""
         assert self.table is not None
         assert not self.in_flight
@@ -220,7 +222,7 @@ class Sequence:
         top = self.extras.prompt_logprobs or 0
         return [Target(row + at - 1 - first, self.tokens[at], top) for at in range(begin, self.num_scored)]
 
-    def advance(self, count: int) -> list[int]:
+    def advance(self, count: int) -> Seq[int]:
         """The KV of `count` more tokens has been written; these tokens, for the commit."""
         first = self.num_computed
         self.num_computed += count

@@ -17,7 +17,7 @@ So text that does not repeat itself pays for ever fewer guesses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 MAX_SPECULATE_TOKENS = 32
@@ -35,8 +35,8 @@ class Proposer(Protocol):
         """At most `limit` token ids, none if there is nothing to guess from."""
 
 
-MakeProposer = Callable[[list[int]], Proposer]
-"""Makes the proposer of a sequence; the list is that of its tokens, which grows as they are generated."""
+MakeProposer = Callable[[Sequence[int]], Proposer]
+"""Makes the proposer of a sequence, given its tokens, which grow as they are generated."""
 
 
 class Speculation:

@@ -97,6 +97,9 @@ class PrefixIndex:
     def _guesses(self, frame: int, count: int) -> list[int]:
         """Where the next so many blocks after this one are, as far as that can be guessed."""
         followers, frames = self._followers, list[int]()
+        in_a_row = range(frame + 1, frame + 1 + count)  # as a prompt's blocks lie in a pool that was not full
+        if followers[frame : frame + count] == array("i", in_a_row):
+            return list(in_a_row)
         for _ in range(count):
             if (frame := followers[frame]) == NOWHERE:
                 break

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 
 TOKEN_BYTES = 4
 
@@ -41,13 +42,15 @@ def all_below(packed: bytes, limit: int) -> bool:
     Looks at all of them at once, as the digits of one number: none reaches 2**31, and none does with 2**31 - limit
     added, which carries into no other id then.
     """
-    count, digits = len(packed) // TOKEN_BYTES, int.from_bytes(packed, "little")
-    top, more = _repeated(1 << 31, count), _repeated((1 << 31) - limit, count)
+    digits, bits = int.from_bytes(packed, "little"), (len(packed) // TOKEN_BYTES).bit_length()
+    top, more = _repeated(1 << 31, bits), _repeated((1 << 31) - limit, bits)
     return not digits & top and not (digits + more) & top
 
 
-def _repeated(digit: int, count: int) -> int:
-    return int.from_bytes(digit.to_bytes(TOKEN_BYTES, "little") * count, "little")
+@lru_cache(maxsize=32)
+def _repeated(digit: int, bits: int) -> int:
+    """The digit 2**bits - 1 times: once for each of up to so many ids, since those beyond the last do no harm."""
+    return int.from_bytes(digit.to_bytes(TOKEN_BYTES, "little") * ((1 << bits) - 1), "little")
 
 
 def _little_endian(words: array[int]) -> array[int]:

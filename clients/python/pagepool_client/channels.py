@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.experimental
 
 from pagepool.errors import Code, PagepoolError, invalid_field
 from pagepool.listen import default_socket
@@ -53,6 +54,14 @@ def default_target(daemon: str) -> str:
 def channel_options() -> list[tuple[str, str | int]]:
     """Options of every channel that the clients open."""
     return [*_OPTIONS, ("grpc.service_config", json.dumps(_RETRIES))]
+
+
+def reading_options() -> list[tuple[str, str | int]]:
+    """Options of a channel whose server streams are each read by one thread, which then waits for the network itself.
+
+    By default grpc has a thread of the channel do so, which hands every message on.
+    """
+    return [*channel_options(), (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)]
 
 
 def stream_options() -> list[tuple[str, str | int]]:

@@ -13,7 +13,7 @@ from pagepool.inferd.v1.generation_service_pb2 import (
     GenerateTokens,
 )
 from pagepool.inferd.v1.generation_service_pb2_grpc import GenerationServiceStub
-from pagepool_client.channels import channel_options, default_target, dialled, failures
+from pagepool_client.channels import default_target, dialled, failures, reading_options
 from pagepool_client.continuations import Continuation, Continuations, Event, Heard
 from pagepool_client.prompts import Message, Options, chat_messages, generate_request
 from pagepool_client.streams import ServerStream
@@ -71,7 +71,7 @@ class InferenceClient:
     def __init__(self, target: str | None = None, *, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> None:
         self.target = target or default_target("inferd")
         self._timeout_s = timeout_s
-        self._channel = grpc.insecure_channel(dialled(self.target), options=channel_options())
+        self._channel = grpc.insecure_channel(dialled(self.target), options=reading_options())
         self._stub = GenerationServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
     def generate(
