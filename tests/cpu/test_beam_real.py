@@ -8,6 +8,7 @@ from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -56,14 +57,21 @@ def real() -> Real:
     return Real(model, load_model(folder, dtype="float32", tell=print), prompts, ends)
 
 
+@cache
+def slab() -> npt.NDArray[np.uint8]:
+    """One for all searches, since each rig is garbage that only a full collection finds, and a slab has 47 MB."""
+    return np.empty(BLOCKS * real().served.layout(BLOCK).block_bytes, np.uint8)
+
+
 def real_rig() -> Rig:
     served = real().served
     layout = served.layout(BLOCK)
+    slab().fill(0xFF)
     pool = Pool(7, BLOCK, slab_bytes=BLOCKS * layout.block_bytes)
     pool.declare(Geometry(layout.layers, layout.format, False, LAYOUT_VERSION, bytes(32), "real"))
 
     def bind(_: Pool) -> ModelRunner:
-        return ModelRunner(served, CpuOps(np.full(BLOCKS * layout.block_bytes, 0xFF, np.uint8), layout))
+        return ModelRunner(served, CpuOps(slab(), layout))
 
     return Rig(limits=Limits(max_batch_tokens=64, max_num_seqs=8), pool=pool, bind=bind)
 
