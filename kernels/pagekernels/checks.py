@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
-from pagekernels.layout import Format, LayerShape, PagedLayout
+from pagekernels.layout import MAX_SLABS, MAX_UNITS, Format, LayerShape, PagedLayout
 from pagekernels.ops import Array, AttentionBatch, AttentionParams
 
 ELEMENT = {
@@ -97,6 +98,49 @@ def check_copy(sources: Array, targets: Array) -> None:
     bind("N,N", {}, sources=sources, targets=targets)
     check_dtype("sources", sources, UINT32)
     check_dtype("targets", targets, UINT32)
+
+
+def check_compress(layout: PagedLayout, num_units: int, sources: Array, targets: Array) -> None:
+    """Raises ValueError on arguments that PagedOps.compress_blocks cannot take on a slab of so many units."""
+    check_recode(layout.format, Format.FP8_E4M3, num_units, sources, targets)
+
+
+def check_decompress(layout: PagedLayout, num_units: int, sources: Array, targets: Array) -> None:
+    """Raises ValueError on arguments that PagedOps.decompress_blocks cannot take on a slab of so many units."""
+    check_recode(Format.FP8_E4M3, layout.format, num_units, sources, targets)
+
+
+def check_recode(given: Format, wanted: Format, num_units: int, sources: Array, targets: Array) -> None:
+    """Raises ValueError unless blocks `sources` of one format can become blocks `targets` of the other in any order."""
+    check_copy(sources, targets)
+    read = units_of("sources", sources, given, num_units)
+    written = units_of("targets", targets, wanted, num_units)
+    overlaps = np.isin(written, read).any(axis=1)
+    if overlaps.any():
+        at = int(overlaps.argmax())
+        raise ValueError(f"targets[{at}] is {targets[at]:#010x}, but must not overlap any source")
+    once = np.zeros(written.size, np.bool_)
+    once[np.unique(written, return_index=True)[1]] = True
+    if not once.all():
+        at = int(once.argmin()) // wanted.itemsize
+        raise ValueError(f"targets[{at}] is {targets[at]:#010x}, but must not overlap another target")
+
+
+def units_of(name: str, entries: Array, fmt: Format, num_units: int) -> npt.NDArray[np.int64]:
+    """The units [N, Format.itemsize] of the entries' blocks; raises ValueError unless all are `fmt` and in the slab."""
+    words = entries.astype(np.int64)
+    wrong = words >> 29 != fmt
+    if wrong.any():
+        at = int(wrong.argmax())
+        what = f"format {fmt.value} ({fmt.name}), not {words[at] >> 29}"
+        raise ValueError(f"{name}[{at}] is {entries[at]:#010x}, but must be a block of {what}")
+    units: npt.NDArray[np.int64] = (words & (MAX_UNITS - 1))[:, None] + np.arange(fmt.itemsize)
+    outside = (words >> 26 & (MAX_SLABS - 1) != 0) | (units >= num_units).any(axis=1)
+    if outside.any():
+        at = int(outside.argmax())
+        limit = f"the slab has {num_units} units and no other slab is mapped"
+        raise ValueError(f"{name}[{at}] is {entries[at]:#010x}, but {limit}")
+    return units
 
 
 def letters(shape: LayerShape) -> dict[str, int]:

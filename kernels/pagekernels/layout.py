@@ -40,6 +40,12 @@ MAX_HEAD_DIM = 512
 MAX_SLABS = 8
 MAX_UNITS = 1 << 26
 
+E4M3_MAX = 448.0
+"""The largest E4M3 value (OCP 8-bit floating point specification), which an FP8 block's largest magnitude becomes."""
+
+MIN_SCALE = 2.0**-126
+"""The least scale of an FP8 block: the smallest normal float32, below which a scale would lose bits itself."""
+
 
 class Format(IntEnum):
     """How a block's bytes are stored; the numbers equal pagepool.memd.v1.Format."""

@@ -64,5 +64,35 @@ class PagedOps(Protocol):
     def copy_blocks(self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]) -> None:
         """Copy whole blocks, source entry to target entry of the same format (uint32 [N] each)."""
 
+    def compress_blocks(
+        self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]
+    ) -> npt.NDArray[np.float32]:
+        """Store sealed blocks of the native format (uint32 [N]) as FP8 blocks (uint32 [N]); their errors [N, 2].
+
+        K and V of each (layer, KV head) have a scale of their own, float32: their greatest magnitude / E4M3_MAX, but
+        MIN_SCALE at least, and 1 where all are zero. What is stored is the float32 quotient x / scale as E4M3, rounded
+        to nearest, ties to even. Where x holds an infinity or a NaN the scale is NaN, and all that is read is NaN.
+
+        The errors, of K and of V, are what decides whether a block may stay compressed: with x^ for x as it will be
+        read, Frobenius norms over the block's [B, D], and the worst over the layers and KV heads,
+
+            K:  ||x - x^|| / ||x - mean of x over the tokens||        V:  ||x - x^|| / ||x||
+
+        0 / 0 is 0, and all else over 0, or not finite, is infinity. K's is not ||x - x^|| / ||x||, which does not see
+        outliers: channels that are large in every token, as some of Qwen2's keys are, make up the norm, and keep that
+        ratio at E4M3's 3 % however large they are. But a channel's mean adds the same to every score, which softmax
+        takes out again; what tells tokens apart is how they differ from it, and rounding large channels exceeds that.
+
+        Raises ValueError, and writes nothing, on another format, an entry that leaves the slab, or a target that
+        overlaps a source or another target.
+        """
+
+    def decompress_blocks(self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]) -> None:
+        """Store FP8 blocks (uint32 [N]) as blocks of the native format (uint32 [N]).
+
+        What is stored is the float32 product of scale and element, rounded to nearest, ties to even: not what was
+        compressed. Raises ValueError as compress_blocks does.
+        """
+
     def gather(self, layer: int, table: npt.NDArray[np.uint32], length: int, k: Array, v: Array) -> None:
         """Read the first `length` tokens of a table (uint32 [M]) into k [H, length, D] and v [H, length, Dv]."""

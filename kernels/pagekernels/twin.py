@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import numpy.typing as npt
 
 from pagekernels import checks
-from pagekernels.layout import LAYOUT_SWIZZLED, Format, PagedLayout, swizzle, unpack_entry
+from pagekernels.layout import E4M3_MAX, LAYOUT_SWIZZLED, MIN_SCALE, Format, PagedLayout, swizzle, unpack_entry
 from pagekernels.ops import Array, AttentionBatch, AttentionParams
 
+F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
 
@@ -30,6 +33,39 @@ def decode_e4m3(stored: Array) -> npt.NDArray[np.float32]:
     magnitude = np.where(exponent == 0, mantissa / 512, np.ldexp(1 + mantissa / 8, exponent - 7))
     magnitude = np.where(bits & 0x7F == 0x7F, np.nan, magnitude)
     return np.where(bits & 0x80, -magnitude, magnitude).astype(np.float32)
+
+
+def encode_e4m3(values: Array) -> npt.NDArray[np.uint8]:
+    """float32 values as E4M3 bytes: rounded to nearest, ties to even; what is too large, infinity too, becomes 448.
+
+    A magnitude is 8 to 16 steps of its binade, so that (binade, steps) added up are the byte, the carry included; below
+    2**-6 it is 0 to 8 steps of the lowest binade's.
+    """
+    magnitude = np.minimum(np.abs(values), np.float32(E4M3_MAX))
+    finite = np.where(np.isnan(magnitude), 0.0, magnitude)
+    binade = np.frexp(np.maximum(finite, 2.0**-6))[1] - 1
+    bits = (binade + 6) * 8 + np.rint(np.ldexp(finite, 3 - binade)).astype(np.int64)
+    bits = np.where(np.isnan(magnitude), 0x7F, bits)
+    result: npt.NDArray[np.uint8] = (bits | np.signbit(values) * 0x80).astype(np.uint8)
+    return result
+
+
+def fp8_scale(x: Array) -> np.float32:
+    """The scale of one (layer, KV head)'s K or V; the rule is PagedOps.compress_blocks'."""
+    if not np.isfinite(x).all():
+        return np.float32(np.nan)
+    most = np.abs(x).max().astype(np.float32)
+    return np.float32(max(most / np.float32(E4M3_MAX), np.float32(MIN_SCALE))) if most else np.float32(1.0)
+
+
+def guard_error(x: F32, read: F32, *, centred: bool) -> float:
+    """PagedOps.compress_blocks' error of rows x [B, D] that read as `read`: K's if `centred`, else V's."""
+    exact = x.astype(np.float64)
+    noise = float(np.linalg.norm(exact - read))
+    if noise == 0 or not np.isfinite(noise):
+        return 0.0 if noise == 0 else float("inf")
+    norm = float(np.linalg.norm(exact - exact.mean(axis=0) if centred else exact))
+    return noise / norm if norm else float("inf")
 
 
 def places(layout: PagedLayout, dim: int, itemsize: int) -> npt.NDArray[np.intp]:
@@ -124,6 +160,29 @@ class TwinOps:
             size, unit_bytes = fmt.itemsize * self.layout.unit_bytes, self.layout.unit_bytes
             self.slab[target_unit * unit_bytes :][:size] = self.slab[unit * unit_bytes :][:size]
 
+    def compress_blocks(
+        self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]
+    ) -> npt.NDArray[np.float32]:
+        """See PagedOps."""
+        checks.check_compress(self.layout, self._num_units, sources, targets)
+        errors = np.zeros((len(sources), 2))
+        for i, (source, target) in enumerate(zip(sources.tolist(), targets.tolist(), strict=True)):
+            for layer, head in self._heads():
+                heads_error = self._compress_head(unpack_entry(source)[2], unpack_entry(target)[2], layer, head)
+                errors[i] = np.maximum(errors[i], heads_error)
+        return errors.astype(np.float32)
+
+    def decompress_blocks(self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]) -> None:
+        """See PagedOps."""
+        checks.check_decompress(self.layout, self._num_units, sources, targets)
+        native = self.layout.format
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            for layer, head in self._heads():
+                values = self._read(Format.FP8_E4M3, unpack_entry(source)[2], layer, head)
+                for x, rows in zip(values, self._rows(native, unpack_entry(target)[2], layer, head), strict=True):
+                    where = places(self.layout, rows.shape[1], native.itemsize)
+                    np.put_along_axis(rows, where, encode(native, x), axis=1)
+
     def gather(self, layer: int, table: npt.NDArray[np.uint32], length: int, k: Array, v: Array) -> None:
         """See PagedOps."""
         checks.check_gather(self.layout, layer, table, length, k, v)
@@ -151,12 +210,38 @@ class TwinOps:
             fmt, _, unit = unpack_entry(int(table[first // size]))
             count = min(size, length - first)
             for head in range(shape.num_kv_heads):
-                scales = self._scales(fmt, unit, layer, head)
-                for into, rows, scale in zip((k, v), self._rows(fmt, unit, layer, head), scales, strict=True):
-                    where = places(self.layout, rows.shape[1], fmt.itemsize)
-                    stored = np.take_along_axis(rows, where, axis=1)[:count]
-                    into[head, first : first + count] = decode(fmt, stored) * scale
+                for into, x in zip((k, v), self._read(fmt, unit, layer, head), strict=True):
+                    into[head, first : first + count] = x[:count]
         return k, v
+
+    def _read(self, fmt: Format, unit: int, layer: int, head: int) -> list[npt.NDArray[np.float32]]:
+        """What one block's K rows [B, D] and V rows [B, Dv] mean."""
+        read = []
+        for rows, scale in zip(self._rows(fmt, unit, layer, head), self._scales(fmt, unit, layer, head), strict=True):
+            where = places(self.layout, rows.shape[1], fmt.itemsize)
+            read.append(decode(fmt, np.take_along_axis(rows, where, axis=1)) * scale)
+        return read
+
+    def _compress_head(self, source: int, target: int, layer: int, head: int) -> tuple[float, float]:
+        """One (layer, KV head) of a block from unit to unit; returns the errors of K and of V."""
+        scales, errors = self._scales(Format.FP8_E4M3, target, layer, head), []
+        values = self._read(self.layout.format, source, layer, head)
+        for i, rows in enumerate(self._rows(Format.FP8_E4M3, target, layer, head)):
+            x, scales[i] = values[i], fp8_scale(values[i])
+            stored = np.zeros(x.shape, np.uint8) if np.isnan(scales[i]) else encode_e4m3(x / scales[i])
+            np.put_along_axis(rows, places(self.layout, x.shape[1], 1), stored, axis=1)
+            errors.append(guard_error(x, decode_e4m3(stored) * scales[i], centred=i == 0))
+        return errors[0], errors[1]
+
+    def _heads(self) -> Iterator[tuple[int, int]]:
+        """All (layer, KV head)."""
+        for layer, shape in enumerate(self.layout.layers):
+            for head in range(shape.num_kv_heads):
+                yield layer, head
+
+    @property
+    def _num_units(self) -> int:
+        return len(self.slab) // self.layout.unit_bytes
 
     def _scales(self, fmt: Format, unit: int, layer: int, head: int) -> npt.NDArray[np.float32]:
         """What the stored K and V of one block are multiplied with: a view of an FP8 block's own two scales, else 1."""

@@ -36,8 +36,12 @@ class Case:
     constant_v: float | None = None
     version: int = LAYOUT_LINEAR
     fp8_every: int = 0
-    """Every so-many-th block of a table is FP8; 0: none."""
+    """Every so-many-th block of a table is FP8, of random elements and scales; 0: none."""
+    compressed: bool = False
+    """The FP8 blocks are made by compress_blocks instead, from full blocks only, as in service."""
     layout: PagedLayout = field(init=False)
+    originals: list = field(init=False)
+    """(k, v) of each sequence before anything was compressed."""
 
     def __post_init__(self):
         middle = LayerShape(self.heads, *self.dims)
@@ -62,14 +66,21 @@ class Case:
         units = self.rng.permutation(blocks) * self.layout.units_per_block
         tables = np.full((len(needed), max(needed, default=0) + 2), ABSURD)
         writer, tokens, used = TwinOps(slab, self.layout), [], 0
+        self.originals = []
         for s, (_, kv) in enumerate(self.sequences):
             tables[s, : needed[s]] = [pack_entry(self.fmt, 0, int(u)) for u in units[used : used + needed[s]]]
             used += needed[s]
             k = self.values(kv, self.heads, self.dims[0])
             v = self.values(kv, self.heads, self.dims[1], constant=self.constant_v)
             writer.append(LAYER, k, v, self.slots(tables[s], 0, kv))
-            for b in range(0, needed[s], self.fp8_every) if self.fp8_every else ():
-                self.compress(writer, tables[s], b, (k, v))
+            self.originals.append((k.copy(), v.copy()))
+            if self.compressed:
+                k, v = decode(self.fmt, k), decode(self.fmt, v)
+                for b in range(0, kv // self.block_size, self.fp8_every):
+                    self.compress(writer, tables[s], b, (k, v), int(units[-1]))
+            else:
+                for b in range(0, needed[s], self.fp8_every) if self.fp8_every else ():
+                    self.draw(writer, tables[s], b, (k, v))
             tokens.append((k, v))
         lengths = [n for n, _ in self.sequences]
         q = self.values(sum(lengths), self.heads * self.group, self.dims[0])
@@ -78,7 +89,24 @@ class Case:
         )
         return slab, q, batch, tokens
 
-    def compress(self, writer, table, b, tokens):
+    def compress(self, writer, table, b, tokens, spare):
+        """Compress block b by way of unit `spare`, into its own first unit; make `tokens` what it then means."""
+        unit, size = int(table[b]) & (2**26 - 1), self.block_size
+        entry, own, other = (
+            np.array([e], np.uint32)
+            for e in (table[b], pack_entry(Format.FP8_E4M3, 0, unit), pack_entry(Format.FP8_E4M3, 0, spare))
+        )
+        writer.compress_blocks(entry, other)
+        writer.slab[unit * self.layout.unit_bytes :][: self.layout.block_bytes] = 0xFF
+        writer.copy_blocks(other, own)
+        writer.slab[spare * self.layout.unit_bytes :][: self.layout.unit_bytes] = 0xFF
+        read = [np.zeros((self.heads, size, d), np.float32) for d in self.dims]
+        writer.gather(LAYER, own, size, *read)
+        table[b] = own[0]
+        for x, values in zip(tokens, read, strict=True):
+            x[b * size : (b + 1) * size] = values.transpose(1, 0, 2)
+
+    def draw(self, writer, table, b, tokens):
         """Make block b an FP8 block of random numbers, in its own first unit, and `tokens` what they mean."""
         unit, first = int(table[b]) & (2**26 - 1), b * self.block_size
         table[b] = pack_entry(Format.FP8_E4M3, 0, unit)

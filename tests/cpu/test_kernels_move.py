@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import pagekernels
-from pagekernels.cpu import configure, move, warm_up
+from pagekernels.cpu import compress, configure, move, warm_up
 from pagekernels.cpu.attend import attend as attend_kernel
 from pagekernels.cpu.ops import CpuOps
 from pagekernels.layout import LAYOUT_LINEAR, LAYOUT_SWIZZLED, Format, LayerShape, PagedLayout, pack_entry, swizzle
@@ -78,7 +78,7 @@ def test_every_16_bit_pattern_is_read_exactly(fmt):
 
 
 @pytest.mark.parametrize("ops_of", BOTH)
-@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", list(Format), ids=lambda f: f.name)
 def test_copy_blocks_copies_whole_blocks_and_nothing_else(ops_of, fmt):
     layout, slab = pool(fmt)
     slab[:] = np.random.default_rng(0).integers(0, 256, slab.size, np.uint8)
@@ -231,6 +231,7 @@ def test_an_impossible_number_of_threads_is_refused(threads):
 
 def test_everything_is_compiled_after_warm_up():
     warm_up()
-    for kernel in (attend_kernel, move.append, move.gather, move.copy_blocks):
+    moves = (move.append, move.gather, move.copy_blocks)
+    for kernel in (attend_kernel, *moves, compress.compress_blocks, compress.decompress_blocks):
         assert len(kernel.signatures) == 1
         assert not kernel._can_compile

@@ -1,4 +1,4 @@
-"""The CPU kernels: numba, reading float32 and 16-bit blocks in place.
+"""The CPU kernels: numba, reading float32, 16-bit and FP8 blocks where they lie.
 
 `configure` chooses the threads, `warm_up` compiles, `pagekernels.open_ops` gives the operations. Importing this package
 compiles nothing.

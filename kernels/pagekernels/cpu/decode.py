@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagekernels.cpu.blocks import Entries, Floats, Halves, block_rows, padded
+from pagekernels.cpu.blocks import Entries, Floats, Halves, Place, block_rows, padded
 from pagekernels.cpu.floats import LANES, LOWEST, capped, exp, exp_lanes
 from pagekernels.cpu.jit import exact
 from pagekernels.cpu.plan import SPLIT
@@ -79,7 +79,7 @@ def score_keys(
     words: Floats,
     halves: Halves,
     table: Entries,
-    place: tuple[int, int, int, int, int],
+    place: Place,
     q: Floats,
     first_key: int,
     last_key: int,
@@ -87,11 +87,11 @@ def score_keys(
     scratch: Floats,
 ) -> None:
     """scores[row, j] = q[row] . k[first_key + j]; first_key is a multiple of 4, and so is the room in scores."""
-    unit_bytes, element, size, dim, _ = place
+    unit_bytes, element, size, dim, _, scale = place
     for b in range(first_key // size, (last_key + size - 1) // size):
         low, high = max(first_key - b * size, 0), min(last_key - b * size, size)
         start = element + low * dim
-        keys, base = block_rows(words, halves, table[b], unit_bytes, start, high - low, dim, scratch)
+        keys, base = block_rows(words, halves, table[b], unit_bytes, start, high - low, dim, scale, scratch)
         for row in range(len(q)):
             dot_rows(q, row, keys, base, high - low, scores, b * size + low - first_key)
 
@@ -101,7 +101,7 @@ def add_values(
     words: Floats,
     halves: Halves,
     table: Entries,
-    place: tuple[int, int, int, int, int],
+    place: Place,
     first_key: int,
     last_key: int,
     weights: Floats,
@@ -109,12 +109,12 @@ def add_values(
     partial: Floats,
 ) -> None:
     """partial[row, :Dv] = sum_j weights[row, j] v[first_key + j]."""
-    unit_bytes, element, size, dim, dim_v = place
+    unit_bytes, element, size, dim, dim_v, scale = place
     partial[: len(weights), :-2] = np.float32(0.0)
     for b in range(first_key // size, (last_key + size - 1) // size):
         low, high = max(first_key - b * size, 0), min(last_key - b * size, size)
         start = element + size * dim + low * dim_v
-        values, base = block_rows(words, halves, table[b], unit_bytes, start, high - low, dim_v, scratch)
+        values, base = block_rows(words, halves, table[b], unit_bytes, start, high - low, dim_v, scale + 1, scratch)
         for row in range(len(weights)):
             line, at = weights[row, b * size + low - first_key :], row * partial.shape[1]
             add_rows(line, values, base, padded(dim_v), high - low, partial, at)

@@ -1,4 +1,4 @@
-"""Scalar floating point that LLVM can vectorise: 16-bit formats by bit patterns, exp and tanh by polynomials."""
+"""Scalar floating point that LLVM can vectorise: 8- and 16-bit formats by bit patterns, exp and tanh by polynomials."""
 
 from __future__ import annotations
 
@@ -56,6 +56,18 @@ def f16_to_f32(bits: np.uint16) -> np.float32:
 
 
 @exact
+def e4m3_to_f32(stored: np.uint8) -> np.float32:
+    """Exact, subnormals and NaN included; float32 subnormals, which some processors are slow at, do not occur."""
+    wide = np.uint32(stored)
+    magnitude = np.uint32(wide & np.uint32(0x7F))
+    normal = float_of(np.uint32(np.uint32(magnitude << np.uint32(20)) + np.uint32(0x3C000000)))
+    small = np.float32(np.int32(magnitude)) * np.float32(2.0**-9)
+    value = small if magnitude < np.uint32(8) else normal
+    value = np.float32(np.nan) if magnitude == np.uint32(0x7F) else value
+    return float_of(bits_of(value) | np.uint32((wide & np.uint32(0x80)) << np.uint32(24)))
+
+
+@exact
 def f32_to_bf16(value: np.float32) -> np.uint16:
     """Rounds to nearest, ties to even."""
     bits = bits_of(value)
@@ -80,6 +92,24 @@ def f32_to_f16(value: np.float32) -> np.uint16:
         return np.uint16(sign | np.uint32(shifted - np.uint32(0x3F000000)))
     odd = np.uint32((magnitude >> np.uint32(13)) & np.uint32(1))
     return np.uint16(sign | np.uint32((magnitude - np.uint32(0x38000000) + np.uint32(0xFFF) + odd) >> np.uint32(13)))
+
+
+@exact
+def f32_to_e4m3(value: np.float32) -> np.uint8:
+    """Rounds to nearest, ties to even; too large, infinity included, becomes 448, the largest; NaN stays NaN."""
+    bits = bits_of(value)
+    sign = np.uint32((bits >> np.uint32(24)) & np.uint32(0x80))
+    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    if magnitude > np.uint32(0x7F800000):
+        return np.uint8(sign | np.uint32(0x7F))
+    if magnitude >= np.uint32(0x43E00000):
+        return np.uint8(sign | np.uint32(0x7E))
+    if magnitude < np.uint32(0x3C800000):
+        # The last bit of 2**14 is worth 2**-9, a subnormal's step, so the hardware rounds the sum to whole steps.
+        shifted = bits_of(float_of(magnitude) + np.float32(2.0**14))
+        return np.uint8(sign | np.uint32(shifted - np.uint32(0x46800000)))
+    odd = np.uint32((magnitude >> np.uint32(20)) & np.uint32(1))
+    return np.uint8(sign | np.uint32((magnitude - np.uint32(0x3C000000) + np.uint32(0x7FFFF) + odd) >> np.uint32(20)))
 
 
 @exact

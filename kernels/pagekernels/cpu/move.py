@@ -68,7 +68,7 @@ def append(
         if slots[t] >= 0:
             block = slots[t] // size * (geometry[UNIT_BYTES] // itemsize)
             for head in range(geometry[HEADS]):
-                _, first, size, dim, dim_v = head_place(geometry, head)
+                _, first, size, dim, dim_v, _ = head_place(geometry, head)
                 row, values = slots[t] % size, block + first + size * dim
                 write_row(words, halves, block + first + row * dim, k32, k16, fmt, t, head)
                 write_row(words, halves, values + row * dim_v, v32, v16, fmt, t, head)
@@ -95,14 +95,14 @@ def gather(
             return b
     for i in range(count * geometry[HEADS]):
         b, head = i // geometry[HEADS], i % geometry[HEADS]
-        unit_bytes, first, size, dim, dim_v = head_place(geometry, head)
+        unit_bytes, first, size, dim, dim_v, scale = head_place(geometry, head)
         scratch = np.empty(size * padded(max(dim, dim_v)), np.float32)
-        tokens = min(size, length - b * size)
-        keys, at = block_rows(words, halves, table[b], unit_bytes, first, tokens, dim, scratch)
+        tokens, v = min(size, length - b * size), first + size * dim
+        keys, at = block_rows(words, halves, table[b], unit_bytes, first, tokens, dim, scale, scratch)
         for j in range(tokens):
             for d in range(dim):
                 store_element(k32, k16, geometry[FORMAT], head, b * size + j, d, keys[at + j * padded(dim) + d])
-        values, at = block_rows(words, halves, table[b], unit_bytes, first + size * dim, tokens, dim_v, scratch)
+        values, at = block_rows(words, halves, table[b], unit_bytes, v, tokens, dim_v, scale + 1, scratch)
         for j in range(tokens):
             for d in range(dim_v):
                 store_element(v32, v16, geometry[FORMAT], head, b * size + j, d, values[at + j * padded(dim_v) + d])

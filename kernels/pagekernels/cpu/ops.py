@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagekernels import checks
-from pagekernels.cpu import move
+from pagekernels.cpu import compress, move
 from pagekernels.cpu.attend import attend
 from pagekernels.cpu.blocks import Floats, Halves
 from pagekernels.cpu.geometry import layer_geometry
@@ -22,7 +22,7 @@ NO_SINKS = np.empty(0, np.float32)
 class CpuOps:
     """PagedOps on a slab in this process's memory: a writable buffer of bytes, which must outlive this object.
 
-    Use it from one thread at a time. Blocks of every 16- and 32-bit format are read where they lie.
+    Use it from one thread at a time. Blocks of every format are read where they lie.
     """
 
     def __init__(self, slab: memoryview | npt.NDArray[np.uint8], layout: PagedLayout) -> None:
@@ -37,7 +37,8 @@ class CpuOps:
         if not self._bytes.flags.writeable:
             raise ValueError("slab is read-only, but append and copy_blocks write to it: map it writable")
         self._words, self._halves = self._bytes.view(np.float32), self._bytes.view(np.uint16)
-        self._geometry = [layer_geometry(layout, layer, num_units) for layer in range(len(layout.layers))]
+        self._layers = np.stack([layer_geometry(layout, layer, num_units) for layer in range(len(layout.layers))])
+        self._geometry = list(self._layers)
         self._threads = numba.get_num_threads()
 
     def append(self, layer: int, k: Array, v: Array, slots: npt.NDArray[np.int64]) -> None:
@@ -77,6 +78,20 @@ class CpuOps:
             pair_of = f"sources[{bad}] is {sources[bad]:#010x} and targets[{bad}] {targets[bad]:#010x}"
             raise ValueError(f"{pair_of}, but both must be blocks of one format, and {self._slab_limit()}")
 
+    def compress_blocks(
+        self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]
+    ) -> npt.NDArray[np.float32]:
+        """See PagedOps."""
+        checks.check_compress(self.layout, self._num_units, sources, targets)
+        errors = np.empty((len(sources), 2), np.float32)
+        compress.compress_blocks(self._words, self._halves, sources, targets, self._layers, errors)
+        return errors
+
+    def decompress_blocks(self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]) -> None:
+        """See PagedOps."""
+        checks.check_decompress(self.layout, self._num_units, sources, targets)
+        compress.decompress_blocks(self._words, self._halves, sources, targets, self._layers)
+
     def gather(self, layer: int, table: npt.NDArray[np.uint32], length: int, k: Array, v: Array) -> None:
         """See PagedOps. Raises ValueError if an entry leaves the slab."""
         checks.check_gather(self.layout, layer, table, length, k, v)
@@ -85,8 +100,12 @@ class CpuOps:
         if bad >= 0:
             raise ValueError(f"table[{bad}] is {table[bad]:#010x}, but {self._slab_limit()}")
 
+    @property
+    def _num_units(self) -> int:
+        return len(self._bytes) // self.layout.unit_bytes
+
     def _slab_limit(self) -> str:
-        return f"the slab has {len(self._bytes) // self.layout.unit_bytes} units and no other slab is mapped"
+        return f"the slab has {self._num_units} units and no other slab is mapped"
 
     def _complaint(self, batch: AttentionBatch, code: int, s: int, column: int) -> str:
         kv_len = batch.kv_lens[s]

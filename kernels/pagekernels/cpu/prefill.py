@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pagekernels.cpu.blocks import Entries, Floats, Halves, block_rows, padded
+from pagekernels.cpu.blocks import Entries, Floats, Halves, Place, block_rows, padded
 from pagekernels.cpu.floats import LANES, LOWEST, capped, exp_lanes
 from pagekernels.cpu.jit import exact
 from pagekernels.cpu.simd import greatest, load, maximum, muladd, splat, spread, store
@@ -125,7 +125,7 @@ def prefill_tile(
     words: Floats,
     halves: Halves,
     table: Entries,
-    place: tuple[int, int, int, int, int],
+    place: Place,
     qt: Floats,
     seen: Ints,
     softcap: np.float32,
@@ -136,16 +136,16 @@ def prefill_tile(
 
     Of state [panels, 3, LANES] only the sinks are read; seen is [panels, 2, LANES].
     """
-    unit_bytes, element, size, dim, dim_v = place
+    unit_bytes, element, size, dim, dim_v, scale = place
     stride, stride_v = padded(dim), padded(dim_v)
     key_scratch, value_scratch = np.empty(size * stride, np.float32), np.empty(size * stride_v, np.float32)
     s, bounds = np.empty(size * LANES, np.float32), seen_bounds(seen)
     state[:, M], state[:, TOTAL], o[:] = LOWEST, np.float32(0.0), np.float32(0.0)
     first_block, last_block = bounds[:, 0].min() // size, (bounds[:, 3].max() + size - 1) // size
     for b in range(first_block, last_block):
-        start = b * size
-        keys, k0 = block_rows(words, halves, table[b], unit_bytes, element, size, dim, key_scratch)
-        values, v0 = block_rows(words, halves, table[b], unit_bytes, element + size * dim, size, dim_v, value_scratch)
+        start, v = b * size, element + size * dim
+        keys, k0 = block_rows(words, halves, table[b], unit_bytes, element, size, dim, scale, key_scratch)
+        values, v0 = block_rows(words, halves, table[b], unit_bytes, v, size, dim_v, scale + 1, value_scratch)
         for p in range(len(qt)):
             low, high = max(bounds[p, 0] - start, 0), min(bounds[p, 3] - start, size)
             if low < high:
