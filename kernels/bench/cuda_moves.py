@@ -1,4 +1,4 @@
-"""What append, block copy, gather, staging and the generic attention cost on this GPU.
+"""What append, block copy, compression, gather, staging and the generic attention cost on this GPU.
 
 Run `python kernels/bench/cuda_moves.py`. Device times are of kernels in a CUDA graph, so that no launch from Python is
 in them. Bandwidth counts bytes read and written, and stands beside that of the driver's own copies of as many
@@ -20,7 +20,7 @@ import torch
 from pagekernels.cuda.batch import DeviceBatch
 from pagekernels.cuda.device import CudaDevice, open_device
 from pagekernels.cuda.ops import CudaOps
-from pagekernels.layout import LAYOUT_SWIZZLED, Format, LayerShape, PagedLayout, pack_entry
+from pagekernels.layout import LAYOUT_SWIZZLED, MAX_UNITS, Format, LayerShape, PagedLayout, pack_entry
 from pagekernels.ops import AttentionParams
 
 LAYERS, HEADS, DIM, BLOCK, BLOCKS = 28, 4, 128, 16, 2048
@@ -70,6 +70,11 @@ def entries(blocks: np.ndarray) -> np.ndarray:
     return np.array([pack_entry(Format.BF16, 0, int(b) * 2) for b in blocks], np.uint32)
 
 
+def fp8_entries(blocks: np.ndarray) -> np.ndarray:
+    """Entries of FP8 blocks in the first units of these."""
+    return np.array([pack_entry(Format.FP8_E4M3, 0, entry & MAX_UNITS - 1) for entry in blocks.tolist()], np.uint32)
+
+
 def append_and_stage(bench: Bench) -> None:
     """KV append on the device and from Python, and the host's work to stage a step of 40 blocks a sequence."""
     for count in (1, 128, 2048):
@@ -109,6 +114,27 @@ def copies(bench: Bench) -> None:
         places = bench.places(count * LAYOUT.block_bytes)
         driver = bench.microseconds(lambda i, places=places: places[2 * i + 1].copy_(places[2 * i]), calls)
         report(f"copy of {count} blocks", took, driver, count * LAYOUT.block_bytes)
+
+
+def compressions(bench: Bench) -> None:
+    """Shuffled blocks to FP8 blocks in shuffled units and back, beside copies that read and write as much in all."""
+    order = np.random.default_rng(0).permutation(BLOCKS)
+    for count in (1, 8, 64, 256, 512):
+        calls = max(2, min(MOST_CALLS, BLOCKS // (2 * count)))
+        errors = torch.empty(count, 2, device="cuda")
+        native = [entries(order[i * count : (i + 1) * count]) for i in range(2 * calls)]
+        small = [fp8_entries(part) for part in native]
+        size = 3 * count * LAYOUT.unit_bytes // 2
+        places = bench.places(size)
+        driver = bench.microseconds(lambda i, places=places: places[2 * i + 1].copy_(places[2 * i]), calls)
+        took = bench.microseconds(
+            lambda i, of=native, to=small, put=errors: bench.ops.compress_blocks(of[2 * i], to[2 * i + 1], put), calls
+        )
+        report(f"compression of {count} blocks", took, driver, size)
+        took = bench.microseconds(
+            lambda i, of=small, to=native: bench.ops.decompress_blocks(of[2 * i], to[2 * i + 1]), calls
+        )
+        report(f"decompression of {count} blocks", took, driver, size)
 
 
 def gathers(bench: Bench) -> None:
@@ -165,7 +191,7 @@ def generic_attention(bench: Bench) -> None:
 if __name__ == "__main__":
     bench = Bench()
     print(torch.cuda.get_device_name(), "bf16, block 16,", f"{HEADS} KV heads of {DIM},", f"{LAYERS} layers")
-    for part in (append_and_stage, copies, gathers, generic_attention):
+    for part in (append_and_stage, copies, compressions, gathers, generic_attention):
         try:
             part(bench)
         except Exception as error:  # noqa: BLE001  # the other parts still say something

@@ -70,8 +70,9 @@ class PagedOps(Protocol):
         """Store sealed blocks of the native format (uint32 [N]) as FP8 blocks (uint32 [N]); their errors [N, 2].
 
         K and V of each (layer, KV head) have a scale of their own, float32: their greatest magnitude / E4M3_MAX, but
-        MIN_SCALE at least, and 1 where all are zero. What is stored is the float32 quotient x / scale as E4M3, rounded
-        to nearest, ties to even. Where x holds an infinity or a NaN the scale is NaN, and all that is read is NaN.
+        MIN_SCALE at least, and 1 where all are zero. What is stored is the float32 product x * (1 / scale) as E4M3,
+        both rounded to nearest, ties to even; to divide each element would take a GPU longer than to move it. Where x
+        holds an infinity or a NaN the scale is NaN, and all that is read is NaN.
 
         The errors, of K and of V, are what decides whether a block may stay compressed: with x^ for x as it will be
         read, Frobenius norms over the block's [B, D], and the worst over the layers and KV heads,

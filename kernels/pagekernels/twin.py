@@ -228,7 +228,8 @@ class TwinOps:
         values = self._read(self.layout.format, source, layer, head)
         for i, rows in enumerate(self._rows(Format.FP8_E4M3, target, layer, head)):
             x, scales[i] = values[i], fp8_scale(values[i])
-            stored = np.zeros(x.shape, np.uint8) if np.isnan(scales[i]) else encode_e4m3(x / scales[i])
+            inverse = np.float32(1) / scales[i]
+            stored = np.zeros(x.shape, np.uint8) if np.isnan(inverse) else encode_e4m3(x * inverse)
             np.put_along_axis(rows, places(self.layout, x.shape[1], 1), stored, axis=1)
             errors.append(guard_error(x, decode_e4m3(stored) * scales[i], centred=i == 0))
         return errors[0], errors[1]

@@ -107,7 +107,7 @@ def test_every_head_has_scales_of_its_own_and_reads_as_scale_times_element(ops_o
         for kind, read in enumerate(pool.read(pool.targets, layer)):
             x = pool.tokens[layer][kind]
             scale = np.abs(x).max(axis=(1, 3), keepdims=True) / np.float32(448.0)
-            assert np.array_equal(read, decode_e4m3(encode_e4m3(x / scale)) * scale)
+            assert np.array_equal(read, decode_e4m3(encode_e4m3(x * (np.float32(1) / scale))) * scale)
             for b, target in enumerate(pool.targets):
                 assert np.array_equal(pool.scales(target)[first + kind :: 2][: x.shape[2]], scale[b, 0, :, 0])
 

@@ -10,6 +10,7 @@ import pytest
 
 from pagekernels.cuda import build
 from pagekernels.cuda.attend import FEW_ROWS, MANY_ROWS, AttendShape, attend_shape
+from pagekernels.cuda.compress import compress_defines
 from pagekernels.cuda.decode_shape import MAX_QUERY_TOKENS, DecodeShape, Tuning, defines
 from pagekernels.cuda.move import move_defines
 from pagekernels.cuda.prebuild import LOGITS, SHARED_LIMIT, Job, jobs_of, shared_limit
@@ -45,6 +46,7 @@ def other_jobs(arch: str) -> Iterator[Job]:
         (ODD, Format.F16, Format.F32, False),
     ):
         layout = PagedLayout(16, (shape,), fmt, LAYOUT_SWIZZLED)
+        yield "compress.cu", compress_defines(layout, shape), arch
         for name in ("append", "gather"):
             yield f"{name}.cu", move_defines(name, layout, shape, int(element), aligned=aligned), arch
     yield "attend.cu", attend_shape(NATIVE, (Format.F32, Format.F32), MANY_ROWS, shared_limit(arch)).defines(), arch

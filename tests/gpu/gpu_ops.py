@@ -89,6 +89,16 @@ class GpuOps:
         self.ops.copy_blocks(sources, targets)
         self.fetch_slab()
 
+    def compress_blocks(self, sources, targets):
+        errors = Strided(self.device, np.full((len(sources), 2), np.nan, np.float32))
+        self.ops.compress_blocks(sources, targets, errors)
+        self.fetch_slab()
+        return errors.fetch()
+
+    def decompress_blocks(self, sources, targets):
+        self.ops.decompress_blocks(sources, targets)
+        self.fetch_slab()
+
     def gather(self, layer, table, length, k, v, *, first=0):
         batch = DeviceBatch(self.device, 2, 4, len(table))
         batch.stage([0, 0], [0, 0], [[0], table.tolist()], [])

@@ -81,9 +81,10 @@ def compress_rows(
     if np.isnan(scale):
         stored[:] = np.uint8(0)
         return np.float32(np.inf)
+    inverse = np.float32(1.0) / scale
     for row in range(size):
         for d in range(dim):
-            stored[row * dim + d] = f32_to_e4m3(x[at + row * stride + d] / scale)
+            stored[row * dim + d] = f32_to_e4m3(x[at + row * stride + d] * inverse)
     return relative_error(x, at, stride, stored, scale, size, dim, centred)
 
 

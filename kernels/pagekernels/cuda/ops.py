@@ -8,6 +8,7 @@ from pagekernels import checks
 from pagekernels.cuda.arrays import DeviceTensor, check_tensor
 from pagekernels.cuda.attend import GenericAttention
 from pagekernels.cuda.batch import DeviceBatch
+from pagekernels.cuda.compress import Compression
 from pagekernels.cuda.decode import DecodeLayer, TunedDecode, Tuning, can_take
 from pagekernels.cuda.decode_shape import MAX_QUERY_TOKENS
 from pagekernels.cuda.device import CudaDevice
@@ -43,6 +44,7 @@ class CudaOps:
         self.device, self.layout = device, layout
         self._slabs, self._layers, self._tuning = (slab_address,), dict(layers or {}), tuning
         self._moves = BlockMoves(device, self._slabs, layout)
+        self._compression = Compression(device, self._slabs, layout)
         self._generic = GenericAttention(device, self._slabs, layout)
         self._tuned: dict[int, TunedDecode | None] = {}
 
@@ -84,6 +86,18 @@ class CudaOps:
         No target may be a source of the same call.
         """
         self._moves.copy_blocks(sources, targets)
+
+    def compress_blocks(self, sources: Entries, targets: Entries, errors: DeviceTensor) -> None:
+        """Store sealed blocks of the native format as FP8 blocks, and their errors in float32 [N, 2] on the device.
+
+        What is stored, and what the errors are, says PagedOps. Entries are uint32 [N] on the host; the slab's end is
+        not known here, so units are trusted. Raises ValueError on another format, or if targets overlap anything.
+        """
+        self._compression.compress(sources, targets, errors)
+
+    def decompress_blocks(self, sources: Entries, targets: Entries) -> None:
+        """Store FP8 blocks as blocks of the native format; see compress_blocks."""
+        self._compression.decompress(sources, targets)
 
     def gather(
         self, layer: int, batch: DeviceBatch, seq: int, tokens: tuple[int, int], k: DeviceTensor, v: DeviceTensor

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pagekernels.cuda import build
 from pagekernels.cuda.attend import MANY_ROWS, attend_shape
+from pagekernels.cuda.compress import compress_defines
 from pagekernels.cuda.decode_shape import MAX_QUERY_TOKENS, DecodeShape, Tuning, defines
 from pagekernels.cuda.move import move_defines
 from pagekernels.cuda.sampling import LOGITS
@@ -68,8 +69,9 @@ def jobs_of(arch: str) -> Iterator[Job]:
 
 
 def generic_jobs(arch: str, shape: LayerShape, fmt: Format) -> Iterator[Job]:
-    """Append and gather of a layer, and for float32, which no tuned kernel takes, its attention."""
+    """Append, gather and compression of a layer, and for float32, which no tuned kernel takes, its attention."""
     layout = PagedLayout(BLOCK_SIZE, (shape,), fmt, LAYOUT_SWIZZLED)
+    yield "compress.cu", compress_defines(layout, shape), arch
     for name in ("append", "gather"):
         yield f"{name}.cu", move_defines(name, layout, shape, int(fmt), aligned=True), arch
     if fmt is Format.F32:
