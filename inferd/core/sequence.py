@@ -57,7 +57,6 @@ class Sequence:
         self.submit = submit
         self.request = submit.request
         self.phase = Phase.WAITING
-        # As an array: a list makes a number of each id, while the first token of a prompt that is found is waited for.
         self.tokens: MutableSequence[int] = array("I", submit.prompt)
         self.length = self.num_prompt = self.num_prefill = len(self.tokens)
         self.max_length = self.num_prompt + submit.max_tokens

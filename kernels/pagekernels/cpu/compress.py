@@ -26,8 +26,9 @@ def scale_of(x: Floats, at: int, stride: int, size: int, dim: int) -> np.float32
     # As integers, magnitudes are ordered like floats, and infinity and NaN come last.
     most = np.uint32(0)
     for row in range(size):
-        for i in range(at + row * stride, at + row * stride + dim):
-            most = max(most, np.uint32(bits_of(x[i]) & np.uint32(0x7FFFFFFF)))
+        line = x[at + row * stride : at + row * stride + dim]
+        for d in range(dim):
+            most = max(most, np.uint32(bits_of(line[d]) & np.uint32(0x7FFFFFFF)))
     if most == np.uint32(0):
         return np.float32(1.0)
     if most >= np.uint32(0x7F800000):
@@ -42,15 +43,16 @@ def relative_error(
     """twin.guard_error of x and what is stored [size * dim]; `centred` is 1 for K, 0 for V."""
     mean, noise, norm = np.zeros(dim, np.float64), np.zeros(dim, np.float64), np.zeros(dim, np.float64)
     for row in range(size * centred):
+        line = x[at + row * stride : at + row * stride + dim]
         for d in range(dim):
-            mean[d] += np.float64(x[at + row * stride + d])
+            mean[d] += np.float64(line[d])
     for d in range(dim):
         mean[d] /= np.float64(size)
     for row in range(size):
+        line, stored_line = x[at + row * stride : at + row * stride + dim], stored[row * dim : row * dim + dim]
         for d in range(dim):
-            value = x[at + row * stride + d]
-            off = np.float64(value) - np.float64(e4m3_to_f32(stored[row * dim + d]) * scale)
-            away = np.float64(value) - mean[d]
+            off = np.float64(line[d]) - np.float64(e4m3_to_f32(stored_line[d]) * scale)
+            away = np.float64(line[d]) - mean[d]
             noise[d] += off * off
             norm[d] += away * away
     if noise.sum() == np.float64(0.0):
@@ -83,8 +85,9 @@ def compress_rows(
         return np.float32(np.inf)
     inverse = np.float32(1.0) / scale
     for row in range(size):
+        line, stored_line = x[at + row * stride : at + row * stride + dim], stored[row * dim : row * dim + dim]
         for d in range(dim):
-            stored[row * dim + d] = f32_to_e4m3(x[at + row * stride + d] * inverse)
+            stored_line[d] = f32_to_e4m3(line[d] * inverse)
     return relative_error(x, at, stride, stored, scale, size, dim, centred)
 
 

@@ -21,6 +21,8 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 ROUND = np.float32(1.5 * 2**23)
 """Added to a small float, rounds it to an integer n, which then stands in the sum's low bits."""
 _TINY = np.float32(-87.0)
+_E4M3_NAN = np.float32(480.0)  # what the pattern of NaN would be worth
+_E4M3_MAX = np.uint32(0x43E00000)  # 448
 
 LOWEST = np.float32(-3.4028235e38)
 """Where running maxima start: finite, so that LOWEST - LOWEST is 0 and e^(-inf - LOWEST) is 0."""
@@ -57,14 +59,10 @@ def f16_to_f32(bits: np.uint16) -> np.float32:
 
 @exact
 def e4m3_to_f32(stored: np.uint8) -> np.float32:
-    """Exact, subnormals and NaN included; float32 subnormals, which some processors are slow at, do not occur."""
-    wide = np.uint32(stored)
-    magnitude = np.uint32(wide & np.uint32(0x7F))
-    normal = float_of(np.uint32(np.uint32(magnitude << np.uint32(20)) + np.uint32(0x3C000000)))
-    small = np.float32(np.int32(magnitude)) * np.float32(2.0**-9)
-    value = small if magnitude < np.uint32(8) else normal
-    value = np.float32(np.nan) if magnitude == np.uint32(0x7F) else value
-    return float_of(bits_of(value) | np.uint32((wide & np.uint32(0x80)) << np.uint32(24)))
+    """Exact, subnormals and NaN included: shift the exponent in, then rebias it by a multiplication."""
+    signed = np.uint32(np.int32(np.int8(stored)) << np.int32(20))
+    value = float_of(np.uint32(signed & np.uint32(0x87F00000))) * np.float32(2.0**120)
+    return np.float32(np.nan) if abs(value) == _E4M3_NAN else value
 
 
 @exact
@@ -98,18 +96,14 @@ def f32_to_f16(value: np.float32) -> np.uint16:
 def f32_to_e4m3(value: np.float32) -> np.uint8:
     """Rounds to nearest, ties to even; too large, infinity included, becomes 448, the largest; NaN stays NaN."""
     bits = bits_of(value)
-    sign = np.uint32((bits >> np.uint32(24)) & np.uint32(0x80))
-    magnitude = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    if magnitude > np.uint32(0x7F800000):
-        return np.uint8(sign | np.uint32(0x7F))
-    if magnitude >= np.uint32(0x43E00000):
-        return np.uint8(sign | np.uint32(0x7E))
-    if magnitude < np.uint32(0x3C800000):
-        # The last bit of 2**14 is worth 2**-9, a subnormal's step, so the hardware rounds the sum to whole steps.
-        shifted = bits_of(float_of(magnitude) + np.float32(2.0**14))
-        return np.uint8(sign | np.uint32(shifted - np.uint32(0x46800000)))
-    odd = np.uint32((magnitude >> np.uint32(20)) & np.uint32(1))
-    return np.uint8(sign | np.uint32((magnitude - np.uint32(0x3C000000) + np.uint32(0x7FFFF) + odd) >> np.uint32(20)))
+    magnitude = min(np.uint32(bits & np.uint32(0x7FFFFFFF)), _E4M3_MAX)
+    odd = np.uint32(np.uint32(magnitude >> np.uint32(20)) & np.uint32(1))
+    rebiased = np.uint32(np.uint32(magnitude + np.uint32(0x7FFFF - 0x3C000000 + 2**32)) + odd)
+    # The last bit of 2**14 is worth 2**-9, a subnormal's step, so the hardware rounds the sum to whole steps.
+    steps = np.uint32(bits_of(float_of(magnitude) + np.float32(2.0**14)) - np.uint32(0x46800000))
+    stored = steps if magnitude < np.uint32(0x3C800000) else np.uint32(rebiased >> np.uint32(20))
+    stored = np.uint32(0x7F) if np.isnan(value) else stored
+    return np.uint8(stored | np.uint32(np.uint32(bits >> np.uint32(24)) & np.uint32(0x80)))
 
 
 @exact
