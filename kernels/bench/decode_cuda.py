@@ -1,7 +1,8 @@
 """`python kernels/bench/decode_cuda.py [--beside fa3|flashinfer] [--json FILE]`: decode attention of one layer.
 
 Microseconds of the whole call with a cold L2 cache (a 512 MiB buffer is zeroed before each), medians of calls that
-take turns: ours, a peer's, and a kernel that only reads as many bytes; block 16, head_dim 128, bf16, shuffled tables.
+take turns: ours, a peer's, and a kernel that only reads as many bytes; block 16, head_dim 128, shuffled tables, of
+bf16 blocks or, as --kv says, FP8 blocks or both; a peer has all bf16, or all FP8 beside --kv fp8.
 Planners, once a step and not once a layer, are timed apart. A peer must be importable (PYTHONPATH), one at a time;
 `--report FILE FILE` prints the table of both runs. `--trace` tells where the time of a cell goes.
 """
@@ -29,6 +30,14 @@ CELLS = ((1, 1024), (1, 4096), (1, 32768), (1, 131072), (8, 4096), (8, 16384))
 CELLS += ((32, 1024), (32, 4096), (64, 2048), (128, 1024), (256, 512))
 SHAPES = ((32, 8), (28, 4))
 DIM, BLOCK = 128, 16
+
+FP8 = {
+    "bf16": lambda block, _: block < 0,
+    "fp8": lambda block, _: block >= 0,
+    "interleaved": lambda block, _: block % 2 == 1,
+    "oldest": lambda block, count: block < count // 2,
+}
+"""Which blocks of a table are FP8 blocks, by the word of --kv: none, all, every other one, or the first half."""
 
 
 @triton.jit
@@ -70,15 +79,16 @@ class Timer:
 class Cell:
     """One batch, context and shape: a pool of random bits, and calls on it."""
 
-    def __init__(self, device: CudaDevice, heads: tuple[int, int], batch: int, context: int) -> None:
+    def __init__(self, device: CudaDevice, heads: tuple[int, int], batch: int, context: int, kv: str) -> None:
         self.device, self.heads = device, heads
         self.layout = PagedLayout(BLOCK, (LayerShape(heads[1], DIM, DIM),), Format.BF16, LAYOUT_SWIZZLED)
-        blocks = batch * context // BLOCK
-        self.bytes = batch * context * 2 * heads[1] * DIM * 2
+        small = FP8[kv](torch.arange(context // BLOCK, device="cuda"), context // BLOCK).expand(batch, -1).flatten()
+        self.bytes = (len(small) * 2 - int(small.sum())) * BLOCK * 2 * heads[1] * DIM
         torch.manual_seed(0)
-        self.slab = torch.empty(blocks * self.layout.block_bytes // 2, dtype=torch.bfloat16, device="cuda").normal_()
-        units = torch.randperm(blocks, device="cuda") * 2
-        tables = (units | int(Format.BF16) << 29).to(torch.uint32).view(batch, -1)
+        self.slab = torch.empty(
+            len(small) * self.layout.block_bytes // 2, dtype=torch.bfloat16, device="cuda"
+        ).normal_()
+        tables = self.entries(small).to(torch.uint32).view(batch, -1)
         self.step = SimpleNamespace(
             cu_q_lens=torch.arange(batch + 1, dtype=torch.int32, device="cuda"),
             kv_lens=torch.full((batch,), context, dtype=torch.int32, device="cuda"),
@@ -86,6 +96,24 @@ class Cell:
         )
         self.q = torch.randn(batch, heads[0], DIM, dtype=torch.bfloat16, device="cuda")
         self.out = torch.empty_like(self.q)
+
+    def entries(self, small: torch.Tensor) -> torch.Tensor:
+        """Shuffled places for all blocks; those that are `small` become FP8 blocks, two in the place of one."""
+        frames = torch.randperm(len(small), device="cuda") * 2
+        num_small = int(small.sum())
+        pairs = frames[: -(-num_small // 2)]
+        units = torch.stack([pairs, pairs + 1], 1).flatten()
+        units = units[torch.randperm(len(units), device="cuda")][:num_small]
+        fp8 = self.slab.view(torch.uint8).view(-1, self.layout.unit_bytes)
+        block = torch.zeros(self.layout.unit_bytes, dtype=torch.uint8, device="cuda")
+        elements = self.layout.block_elements
+        block[:elements] = torch.randn(elements, device="cuda").to(torch.float8_e4m3fn).view(torch.uint8)
+        block[elements:].view(torch.float32)[: self.layout.num_scales] = 1.0
+        fp8[units] = block
+        entries = torch.empty(len(small), dtype=torch.int64, device="cuda")
+        entries[small] = units | int(Format.FP8_E4M3) << 29
+        entries[~small] = frames[len(frames) - len(small) + num_small :] | int(Format.BF16) << 29
+        return entries
 
     def kernel(self, tuning: Tuning) -> TunedDecode:
         """Ours, planned."""
@@ -125,14 +153,17 @@ def trace(cell: Cell, tuning: Tuning, timer: Timer) -> str:
 def measure(device: CudaDevice, args: argparse.Namespace) -> None:
     """A line per cell, and the same as JSON into args.json."""
     timer = Timer(device, args.repeats)
-    tuning = Tuning(streams=args.streams, slots=args.slots, min_items=args.min_items, ctas=args.ctas)
-    print(f"{torch.cuda.get_device_name()}; us: ours, {args.beside or 'no peer'}, plain read, our planner, its planner")
+    sizes = {name: getattr(args, name) for name in ("streams", "slots", "min_items", "ctas")}
+    tuning = Tuning(**sizes, mixed=args.kv != "bf16")
+    device_name, beside = torch.cuda.get_device_name(), args.beside or "no peer"
+    print(f"{device_name}, {args.kv} blocks; us: ours, {beside}, plain read, our planner, its planner")
     rows = []
     for heads, (batch, context) in itertools.product(SHAPES, CELLS):
-        cell = Cell(device, heads, batch, context)
+        cell = Cell(device, heads, batch, context, args.kv)
         decode = cell.kernel(tuning)
         with torch.cuda.stream(timer.stream):
-            peer = PEERS[args.beside](heads, batch, context) if args.beside else Peer(lambda: None, lambda: None)
+            known = PEERS[args.beside] if args.beside else lambda *_, **__: Peer(lambda: None, lambda: None)
+            peer = known(heads, batch, context, fp8=args.kv == "fp8")
         calls = (cell.call(decode), peer.attend, cell.read(), lambda d=decode, c=cell: d.plan(c.step))
         times = [*timer(*calls), *(Timer(device, 5)(peer.plan) if args.beside else [0.0])]
         rows.append({"heads": heads, "batch": batch, "context": context, "peer": args.beside, "us": times})
@@ -172,6 +203,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--min-items", type=int, default=Tuning().min_items)
     parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--kv", choices=sorted(FP8), default="bf16", help="the format of the blocks")
     parser.add_argument("--beside", choices=sorted(PEERS))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--report", type=Path, nargs="+")

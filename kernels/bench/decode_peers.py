@@ -24,20 +24,24 @@ def pages(heads: tuple[int, int], batch: int, context: int) -> tuple[torch.Tenso
     return table, torch.randn(count, 2, BLOCK, heads[1], DIM, device="cuda", dtype=torch.bfloat16)
 
 
-def fa3(heads: tuple[int, int], batch: int, context: int) -> Peer:
-    """FlashAttention 3 as vLLM calls it; its scheduler metadata are the plan."""
+def fa3(heads: tuple[int, int], batch: int, context: int, *, fp8: bool = False) -> Peer:
+    """FlashAttention 3 as vLLM calls it, in bf16 or with q, K and V in FP8; its scheduler metadata are the plan."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     table, kv = pages(heads, batch, context)
     q = torch.randn(batch, heads[0], DIM, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(q)
+    ones = torch.ones(batch, heads[1], device="cuda")
+    scales = {f"{name}_descale": ones for name in "qkv"} if fp8 else {}
+    if fp8:
+        q, kv = q.to(torch.float8_e4m3fn), kv.to(torch.float8_e4m3fn)
     starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
     lengths = torch.full((batch,), context, device="cuda", dtype=torch.int32)
 
     def plan() -> torch.Tensor:
         return get_scheduler_metadata(
             batch_size=batch, max_seqlen_q=1, max_seqlen_k=context, num_heads_q=heads[0], num_heads_kv=heads[1],
-            headdim=DIM, cache_seqlens=lengths, qkv_dtype=torch.bfloat16, cu_seqlens_q=starts, page_size=BLOCK,
+            headdim=DIM, cache_seqlens=lengths, qkv_dtype=q.dtype, cu_seqlens_q=starts, page_size=BLOCK,
             causal=True, num_splits=0,
         )  # fmt: skip
 
@@ -47,14 +51,16 @@ def fa3(heads: tuple[int, int], batch: int, context: int) -> Peer:
         return flash_attn_varlen_func(
             q=q, k=kv[:, 0], v=kv[:, 1], out=out, cu_seqlens_q=starts, max_seqlen_q=1, seqused_k=lengths,
             max_seqlen_k=context, softmax_scale=DIM**-0.5, causal=True, block_table=table, fa_version=3,
-            scheduler_metadata=metadata,
+            scheduler_metadata=metadata, **scales,
         )  # fmt: skip
 
     return Peer(attend, plan)
 
 
-def flashinfer(heads: tuple[int, int], batch: int, context: int) -> Peer:
-    """FlashInfer's tensor core decode, whose plan() runs on the host."""
+def flashinfer(heads: tuple[int, int], batch: int, context: int, *, fp8: bool = False) -> Peer:
+    """FlashInfer's tensor core decode, whose plan() runs on the host. ValueError if it is to read FP8."""
+    if fp8:
+        raise ValueError("FlashInfer is measured in bf16 alone; use --beside fa3 with --kv fp8")
     import flashinfer as library
 
     table, kv = pages(heads, batch, context)
