@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -181,3 +184,26 @@ def test_the_front_is_told_which_fields_a_machine_cannot_do(
     assert (card.unsupported_fields, card.digest, card.vocab_size) == ([*fields], bytes(32), served.vocab_size)
     says_logprobs = {"logprobs", "prompt_logprobs"}.isdisjoint(card.unsupported_fields)
     assert issubclass(pending, Scoring) is says_logprobs
+
+
+def resident_mb() -> float:
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library has no malloc_trim")
+def test_what_a_thread_has_freed_goes_back_to_the_system() -> None:
+    kept: list[bytearray] = []
+
+    def work() -> None:
+        # Too small to be mapped one by one; those that stay keep the arena from shrinking by itself.
+        pieces = [bytearray(100_000) for _ in range(2000)]
+        kept.extend(pieces[::20])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    before = resident_mb()
+    engine_setup.give_memory_back()
+    assert resident_mb() < before - 100
+    assert len(kept) == 100
