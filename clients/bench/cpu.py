@@ -35,6 +35,8 @@ REACH = 1.0
 """Of vLLM's CPU build: what is to be reached, and no bound."""
 POOL_BYTES = 2 << 30
 """Of the pool, and of vLLM's KV cache."""
+REST_S = 5.0
+"""Between the turns of two sides."""
 
 
 def our_seconds(client: InferenceClient, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
@@ -132,6 +134,16 @@ Call = Callable[[Sequence[Sequence[int]], int], float]
 """Prompts and new tokens of each: seconds."""
 
 
+def rested(call: Call) -> Call:
+    """The call, after a rest: threads of the side before it may wait awake for more, on the cores of this one."""
+
+    def after_rest(prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+        time.sleep(REST_S)
+        return call(prompts, new_tokens)
+
+    return after_rest
+
+
 @dataclass(frozen=True)
 class Sides:
     """Everyone who is measured, ready."""
@@ -190,10 +202,11 @@ def compare(sides: Sides, rounds: int, bounds: Bounds) -> None:
         for call in calls.values():
             call(make(), 2)  # nobody meets a shape for the first time while measured
         batches = [make() for _ in range(rounds)]
-        took = [{name: call(batch, new) for name, call in calls.items()} for batch in batches]
+        took = [{name: rested(call)(batch, new) for name, call in calls.items()} for batch in batches]
         seconds = {name: [each[name] for each in took] for name in calls}
         report_ratios(sides, kind, count * new, seconds, bounds)
-    first = {name: [call(prompts.many(), 1) for _ in range(rounds)] for name, call in sides.serving().items()}
+    serving = sides.serving()
+    first = {name: [rested(call)(prompts.many(), 1) for _ in range(rounds)] for name, call in serving.items()}
     seen = inside(sides.ours, lambda: our_seconds(sides.ours, prompts.many(), MANY["new"]))
     report_parts(sides, MANY["new"], first, seconds, seen.forward)
     said = bounds.most(f"{sides.dtype}, outside the forward", 1 - seen.forward, BOUNDS["outside"])
