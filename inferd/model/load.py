@@ -124,8 +124,16 @@ def _weights(
     missing = sorted(found["missing_keys"])
     if missing:
         raise refuse(name, f"its weight files lack {len(missing)} weights, the first being {missing[0]}", way_out)
+    if device.type == "cpu":
+        _own(model)
     served: PreTrainedModel = model
     return served
+
+
+def _own(model: PreTrainedModel) -> None:
+    """Copy weights that lie in a mapped file, one by one: what is merged next would stay in memory as its pages."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def _too_large(name: str, dtype: torch.dtype, device: torch.device) -> PagepoolError:
