@@ -219,7 +219,7 @@ class Worker:
 def give_memory_back() -> None:
     """Give the system what is free of malloc's memory.
 
-    Loading and warming up leave holes whose pages would stay, some 60 MB of SmolLM2-135M in float32. Only glibc is asked.
+    Loading and warming up leave holes whose pages would stay: 60 MB, of SmolLM2-135M in float32. Only glibc is asked.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
