@@ -25,6 +25,7 @@ class Case:
     group: int = 4
     native: Format = Format.BF16
     fp8: float = 0.0
+    exponents: tuple[int, int] = (0, 0)  # of V: each block's values are about 2 to the power of one from here to there
     params: AttentionParams = field(default_factory=lambda: AttentionParams(0.0))
 
     @property
@@ -70,9 +71,13 @@ def store(
     blocks: tuple[torch.Tensor, torch.Tensor],
     *,
     x: torch.Tensor,
-    values: bool,
+    sizes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write x [H, kv_len, D] into blocks (units int64, is_fp8 bool); returns what the blocks then mean, float64."""
+    """Write x [H, kv_len, D] into blocks (units int64, is_fp8 bool); returns what the blocks then mean, float64.
+
+    `sizes`: x are values, and of this magnitude in each block; None: they are keys.
+    """
+    values = sizes is not None
     units, is_fp8 = blocks
     layout, kv_len = case.layout, x.shape[1]
     token_unit = units.repeat_interleave(case.block_size)[:kv_len]
@@ -84,6 +89,7 @@ def store(
     result = native.double()
     if is_fp8.any():
         scales = torch.rand(case.heads, len(units)) * 0.02 + 0.004
+        scales *= 1.0 if sizes is None else sizes
         token_scale = scales.repeat_interleave(case.block_size, 1)[:, :kv_len, None]
         stored = (x / token_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
         at = row_offsets(case, layer, kv_len, case.head_dim, values) + (token_unit * layout.unit_bytes)[:, None]
@@ -116,8 +122,10 @@ def build(case: Case, layer: int = 1, seed: int = 0, spare: int = 3) -> Pool:
         formats = torch.where(is_fp8, int(Format.FP8_E4M3), int(case.native))
         tables[s, :count] = formats << 29 | units
         k, v = torch.randn(2, case.heads, kv_len, case.head_dim)
-        keys.append(store(case, slab, layer, (units, is_fp8), x=k, values=False))
-        values.append(store(case, slab, layer, (units, is_fp8), x=v, values=True))
+        sizes = 2.0 ** torch.randint(case.exponents[0], case.exponents[1] + 1, (count,))
+        v *= sizes.repeat_interleave(size)[:kv_len, None]
+        keys.append(store(case, slab, layer, (units, is_fp8), x=k))
+        values.append(store(case, slab, layer, (units, is_fp8), x=v, sizes=sizes))
     q_lens = torch.tensor([q_len for _, q_len in case.sequences])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), q_lens.cumsum(0)])
     step = SimpleNamespace(

@@ -32,7 +32,7 @@ TUNED = [
 
 
 def check(device, case: Case) -> None:
-    """Append, copy, gather and attend."""
+    """Append, copy, gather, compress and attend."""
     slab, q, batch, tokens = case.build()
     got = case.attend(GpuOps(device, slab, case.layout), q, batch)
     tolerance = TOLERANCE[case.fmt]
@@ -50,6 +50,11 @@ def check(device, case: Case) -> None:
     twin.gather(LAYER, batch.block_tables[1], 33, *read[2:])
     assert np.array_equal(read[0], read[2])
     assert np.array_equal(read[1], read[3])
+    small = np.array([pack_entry(Format.FP8_E4M3, 0, 2 * case.layout.units_per_block)], np.uint32)
+    for each in (ops, twin):
+        each.compress_blocks(entries[0], small)
+    assert np.array_equal(ops.slab, twin.slab)
+    ops.decompress_blocks(small, entries[1])
 
 
 def check_tuned(device, case: Case, queries: int) -> None:

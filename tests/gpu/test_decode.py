@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("pycuda", reason="PyCUDA is not installed")
 
+from pagekernels.cuda import decode_shape  # noqa: E402
 from pagekernels.cuda.decode import DecodeLayer, TunedDecode, Tuning  # noqa: E402
 from pagekernels.cuda.device import open_device  # noqa: E402
 from pagekernels.layout import Format  # noqa: E402
@@ -81,6 +82,14 @@ CASES = {
     "fp8, queries": Case(queries(16, 20), fp8=0.5),
     **{f"fp8, dim {d}": Case(edges(16), fp8=0.5, head_dim=d) for d in (64, 80, 96, 192, 256)},
     **{f"fp8, block {b}": Case(edges(b), fp8=0.5, block_size=b) for b in (8, 64)},
+    **{f"fp8, group {g}": Case(edges(16), heads=2, group=g, fp8=0.5) for g in (1, 8, 12)},
+    # An FP8 block's scale of V reaches the kernel's f16 weights, which have but 30 exponents.
+    **{f"fp8, V of 2^{e}": Case(edges(16), fp8=0.5, exponents=(e, e)) for e in (-60, -30, 20)},
+    "fp8, V of 2^-30, group 12": Case(edges(16), heads=2, group=12, fp8=0.5, exponents=(-30, -30)),
+    "fp8 among f16, V of 2^-8": Case(edges(16), native=Format.F16, fp8=0.5, exponents=(-8, -8)),
+    "fp8 among f16, V of 2^-8, queries": Case(queries(16, 20), native=Format.F16, fp8=0.5, exponents=(-8, -8)),
+    "fp8, V of 2^-20 to 1": Case(edges(16), fp8=0.7, exponents=(-20, 0)),
+    "fp8, V of 2^-20 to 1, queries": Case(queries(16, 20), fp8=0.7, exponents=(-20, 0)),
 }
 
 
@@ -144,6 +153,15 @@ def test_any_number_of_ctas(device, ctas: int) -> None:
         kernel = attention(device, pool, Tuning(ctas=ctas, min_items=4, mixed=case.fp8 > 0))
         check(pool, *run(device, kernel, pool))
         kernel.close()
+
+
+def test_more_tiles_than_the_planner_has_groups_of_32_for(device, monkeypatch) -> None:
+    monkeypatch.setattr(decode_shape, "PLAN_GROUPS", 1024)
+    sequences = ((3, 1), (0, 0), (560_000, 1), (700, 1))
+    pool = build(Case(sequences, heads=1, group=2, head_dim=64, fp8=0.3), LAYER)
+    kernel = attention(device, pool, Tuning(mixed=True))
+    check(pool, *run(device, kernel, pool))
+    kernel.close()
 
 
 def test_a_captured_graph_follows_lengths_and_tables(device) -> None:

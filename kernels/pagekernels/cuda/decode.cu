@@ -21,7 +21,8 @@ __device__ __forceinline__ void attend_segment(const DecodeParams& p, Shared& sh
     barrier_wait(&shared.full[ring.slot], ring.parity);
     const int first_token = (segment.first_tile + item - segment.first_item) * kTile;
 #ifndef NO_MATH
-    if (!idle) attend_tile(p, shared, state, q, limits, ring.slot, first_token, segment.kv_len - first_token, lane);
+    if (!idle)
+      attend_tile(p, shared, state, q, limits, ring.slot, first_token, segment.kv_len - first_token, segment.head, lane);
 #endif
     __syncwarp();
     if (lane == 0) barrier_arrive(&shared.empty[ring.slot]);

@@ -24,7 +24,6 @@ constexpr int kWarps = kStreams * kQueryTiles;
 constexpr int kThreads = kWarps * 32;         // that compute; one more warp loads
 constexpr int kSegments = 2;
 constexpr int kPending = 2;                   // pairs that a range shares: at either end
-constexpr int kColumnTiles = kDim / 8;
 constexpr int kLoads = !kBulk ? 1 : kSlots < 8 ? kSlots : 8;  // tiles whose copies lanes start side by side
 
 static_assert(kDim % 16 == 0 && kDim <= 256 && kBlock % 8 == 0 && kRows <= 16, "see decode_shape.py");
@@ -32,14 +31,14 @@ static_assert(kDim % 16 == 0 && kDim <= 256 && kBlock % 8 == 0 && kRows <= 16, "
 // way, and take the round before that, which has the same parity, for the one it waits for.
 static_assert(kSlots % kStreams == 0, "see decode_shape.py");
 
-// Column tiles (of 8) that warps exchange at a time when they merge: what fits into some 20 KB.
+// Tiles of 16 columns that warps exchange at a time when they merge: what fits into some 20 KB.
 constexpr int exchanged_tiles() {
-  int tiles = kColumnTiles;
-  while (tiles % 2 == 0 && kWarps * kRows * (tiles * 8 + 8) * 4 > 20480) tiles /= 2;
+  int tiles = kDim / 16;
+  while (tiles % 2 == 0 && kWarps * kRows * (tiles * 16 + 4) * 4 > 20480) tiles /= 2;
   return tiles;
 }
 constexpr int kExchangedTiles = exchanged_tiles();
-constexpr int kExchangeStride = kExchangedTiles * 8 + 8;  // floats; the 8 part rows among the banks
+constexpr int kExchangeStride = kExchangedTiles * 16 + 4;  // floats; the 4 spread rows over the banks
 
 // A run of a CTA's tiles that belong to one pair.
 struct Segment {
@@ -52,18 +51,14 @@ struct Segment {
   int stop;                   // 1: there is no more, all else is undefined
 };
 
-struct SlotInfo {
-  uint32_t format;
-  float k_scale, v_scale;
-};
-
 struct alignas(128) Shared {
   unsigned char ring[kSlots][2 * kTileBytes];  // K rows, then V rows
   uint16_t q[kSegments][kSuperRows * kDim];
   float exchange[kWarps * kRows * kExchangeStride];
   float2 max_sum[kWarps][kRows];
+  alignas(16) float2 scales[kSlots][2];  // K's and V's of an FP8 tile, of its head and the one that shares 16 bytes with it
   Segment segments[kSegments];
-  SlotInfo info[kSlots];
+  uint32_t formats[kSlots];
   uint64_t full[kSlots], empty[kSlots], segment_full[kSegments], segment_empty[kSegments];
   Segment pending[kPending];  // whose partials are written, but not yet told of
   uint32_t arrived[kPending];
@@ -88,3 +83,11 @@ struct DecodeParams {
   int table_stride, max_ranges, kv_heads, window, chunk;
   float scale, softcap;
 };
+
+// Bytes from an FP8 block's start to its scales of one head.
+__device__ __forceinline__ int64_t scales_at(const DecodeParams& p, int head) { return p.scale_offset + head * 8; }
+
+// K and V scale of the FP8 tile in a slot.
+__device__ __forceinline__ float2 stored_scales(const DecodeParams& p, const Shared& shared, int slot, int head) {
+  return shared.scales[slot][scales_at(p, head) >> 3 & 1];
+}

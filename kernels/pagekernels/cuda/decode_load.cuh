@@ -54,7 +54,7 @@ __device__ __forceinline__ Sequence unpack_sequence(int words) {
   Sequence s;
   s.row = __shfl_sync(~0u, words, 0), s.q_start = __shfl_sync(~0u, words, 1), s.q_len = __shfl_sync(~0u, words, 2);
   s.kv_len = __shfl_sync(~0u, words, 3), s.first_tile = __shfl_sync(~0u, words, 4);
-  s.last_tile = __shfl_sync(~0u, words, 5), s.pairs = __shfl_sync(~0u, words, 6), s.reserved = 0;
+  s.last_tile = __shfl_sync(~0u, words, 5), s.pairs = __shfl_sync(~0u, words, 6), s.first_group = 0;
   return s;
 }
 
@@ -113,40 +113,37 @@ __device__ __forceinline__ Segment describe(const Walk& walk, const RangeInfo& i
   return segment;
 }
 
-// Start the copy of one tile into a slot that is free: a lane's, or, without bulk copies, the warp's. `scales` are of
-// the tile's block.
+// Start the copy of one tile into a slot that is free: a lane's, or, without bulk copies, the warp's. With an FP8 tile
+// come the 16 bytes that hold its scales: to load and to keep them here would have each tile wait for memory.
 __device__ __forceinline__ void load_tile(const DecodeParams& p, Shared& shared, int slot, uint32_t entry, int sub,
-                                          int head, float2 scales, uint64_t policy, int lane) {
+                                          int head, uint64_t policy, int lane) {
   const uint32_t format = entry >> 29;
-  const int size = kFp8 && format == 4 ? 1 : 2;
+  const bool fp8 = kFp8 && format == 4;
+  const int size = fp8 ? 1 : 2;
   const unsigned char* block = p.slabs[(entry >> 26) & 7] + int64_t(entry & 0x3ffffff) * p.unit_bytes;
   const unsigned char* k = block + (p.layer_offset + int64_t(head) * (2 * kBlock * kDim) + sub * (kTile * kDim)) * size;
+  const unsigned char* scales = block + (scales_at(p, head) & ~int64_t(15));
   const uint32_t bytes = kTile * kDim * size;
   unsigned char* ring = shared.ring[slot];
-  if (kFp8 && (kLoads > 1 || lane == 0)) shared.info[slot] = {format, scales.x, scales.y};
+  if (kFp8 && (kLoads > 1 || lane == 0)) shared.formats[slot] = format;
 #if BULK
   if (kLoads > 1 || lane == 0) {
-    expect_bytes(&shared.full[slot], 2 * bytes);
+    expect_bytes(&shared.full[slot], 2 * bytes + (fp8 ? 16 : 0));
     if (kTilesPerBlock == 1) {
       copy_run(ring, k, 2 * bytes, &shared.full[slot], policy);
     } else {
       copy_run(ring, k, bytes, &shared.full[slot], policy);
       copy_run(ring + bytes, k + kBlock * kDim * size, bytes, &shared.full[slot], policy);
     }
+    if (fp8) copy_run(shared.scales[slot], scales, 16, &shared.full[slot], 0);
   }
 #else
   copy_run(ring, k, bytes, lane);
   copy_run(ring + bytes, k + kBlock * kDim * size, bytes, lane);
+  if (fp8) copy_run(shared.scales[slot], scales, 16, lane);
   arrive_when_copied(&shared.full[slot]);
   if (lane == 0) barrier_arrive(&shared.full[slot]);
 #endif
-}
-
-// A lane's: K and V scale of its block of the batch, 1 unless it is an FP8 block.
-__device__ __forceinline__ float2 load_scales(const DecodeParams& p, uint32_t entry, int head) {
-  if (!kFp8 || entry >> 29 != 4) return {1.0f, 1.0f};
-  const unsigned char* block = p.slabs[(entry >> 26) & 7] + int64_t(entry & 0x3ffffff) * p.unit_bytes;
-  return __ldg(reinterpret_cast<const float2*>(block + p.scale_offset) + head);
 }
 
 __device__ __forceinline__ Record fetch_record(const DecodeParams& p, int range, int lane) {
@@ -161,18 +158,15 @@ __device__ __forceinline__ void load_segment(const DecodeParams& p, Shared& shar
   int tile = walk.tile;
   while (tile < end) {
     const int batch_end = min(end, (walk.first_block + 32) * kTilesPerBlock);
-    const float2 scales = load_scales(p, walk.entries, head);
     for (bool first = true; tile < batch_end; first = false) {
       const int count = min(batch_end - tile, kLoads), own = tile + ahead, from = own / kTilesPerBlock - walk.first_block;
       const uint32_t entry = __shfl_sync(~0u, walk.entries, from);
-      float2 own_scales = {1.0f, 1.0f};
-      if (kFp8) own_scales = {__shfl_sync(~0u, scales.x, from), __shfl_sync(~0u, scales.y, from)};
       Ring slot = ring;
       advance(slot, ahead);
       bool waits = ahead < count;
       while (__any_sync(~0u, waits)) {
         if (!waits || !barrier_tested(&shared.empty[slot.slot], slot.parity ^ 1)) continue;
-        load_tile(p, shared, slot.slot, entry, own % kTilesPerBlock, head, own_scales, policy, lane);
+        load_tile(p, shared, slot.slot, entry, own % kTilesPerBlock, head, policy, lane);
         waits = false;
       }
       advance(ring, count);

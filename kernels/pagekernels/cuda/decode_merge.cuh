@@ -55,10 +55,10 @@ __device__ __forceinline__ void store_out(const DecodeParams& p, RowPlace place,
   store_kept(p.out + place.token * p.out_token + place.head * p.out_head + column, pairs);
 }
 
-// Sum what the streams left of columns [column, column + kExchangedTiles * 8) and write it out, or to the partials.
+// Sum what the streams left of columns [column, column + kExchangedTiles * 16) and write it out, or to the partials.
 __device__ __forceinline__ void sum_streams(const DecodeParams& p, const Shared& shared, const Segment& segment,
                                             int column, int thread) {
-  constexpr int kPairs = kExchangedTiles * 4;
+  constexpr int kPairs = kExchangedTiles * 8;
   const bool whole = segment.sharers == 1;
   for (int i = thread; i < segment.rows * kPairs; i += kThreads) {
     const int row = i / kPairs, pair = i % kPairs, query_tile = row / kRows;
@@ -84,35 +84,58 @@ __device__ __forceinline__ void sum_streams(const DecodeParams& p, const Shared&
   }
 }
 
+// A lane's sums of one run of columns, times its rows' factors, into the warp's part of the exchange; `begun`: to what
+// is there already.
+__device__ __forceinline__ void leave_sums(Shared& shared, const Sums& sums, const float (&factors)[kRowTiles][2],
+                                           int first, bool in_fp8_order, bool begun, int warp, int lane) {
+  const int g = lane >> 2, t = lane & 3;
+#pragma unroll
+  for (int c = 0; c < kExchangedTiles; ++c)
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = 8 * n + 2 * t + (i & 1), d = 16 * c + (in_fp8_order ? 2 * g + i / 2 : i / 2 * 8 + g);
+        if (row >= kRows) continue;
+        float& to = shared.exchange[(warp * kRows + row) * kExchangeStride + d];
+        const float x = sums[first + c][n][i] * factors[n][i & 1];
+        to = begun ? to + x : x;
+      }
+}
+
 // All computing warps: this segment's result of the CTA.
 __device__ __forceinline__ void merge_warps(const DecodeParams& p, Shared& shared, Softmax& state,
                                             const Segment& segment, int warp, int lane) {
   const int query_tile = warp % kQueryTiles, g = lane >> 2, t = lane & 3;
-  if (kFp8Order && state.fp8_order) reorder(state.out, false);
-  float scale[2];
+  float factors[1 + kApart][kRowTiles][2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float sum = quad_sum(state.sum[i]);
-    if (t == 0 && g + 8 * i < kRows) shared.max_sum[warp][g + 8 * i] = {state.reference[i], sum};
-  }
+  for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int row = 8 * n + 2 * t + e;
+      const float sum = rows_sum(state.sum[n][e]);
+      if (g == 0 && row < kRows) shared.max_sum[warp][row] = {state.reference[n][e], sum};
+    }
   sync_computing();
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
-    if (g + 8 * i < kRows) scale[i] = exp2_fast(state.reference[i] - merged_sum(shared, query_tile, g + 8 * i).x);
+  for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll
-  for (int first = 0; first < kColumnTiles; first += kExchangedTiles) {
+    for (int e = 0; e < 2; ++e) {
+      const int row = min(8 * n + 2 * t + e, kRows - 1);
+      const float factor = exp2_fast(state.reference[n][e] - merged_sum(shared, query_tile, row).x);
+#pragma unroll
+      for (int part = 0; part <= kApart; ++part) factors[part][n][e] = factor * exp2_fast(-state.places[part]);
+    }
+#pragma unroll
+  for (int first = 0; first < kValueTiles; first += kExchangedTiles) {
     if (first) sync_computing();
-#pragma unroll
-    for (int c = 0; c < kExchangedTiles; ++c)
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        if (g + 8 * i < kRows) {
-          const int to = (warp * kRows + g + 8 * i) * kExchangeStride + c * 8 + 2 * t;
-          const float(&x)[4] = state.out[first + c];
-          *reinterpret_cast<float2*>(&shared.exchange[to]) = {x[2 * i] * scale[i], x[2 * i + 1] * scale[i]};
-        }
+    leave_sums(shared, state.sums[0], factors[0], first, false, false, warp, lane);
+    if (kApart) {
+      __syncwarp();
+      leave_sums(shared, state.sums[kApart], factors[kApart], first, true, true, warp, lane);
+    }
     sync_computing();
-    sum_streams(p, shared, segment, first * 8, warp * 32 + lane);
+    sum_streams(p, shared, segment, first * 16, warp * 32 + lane);
   }
 }
 

@@ -28,13 +28,13 @@ __device__ __forceinline__ void mma8(float (&d)[4], uint32_t a0, uint32_t a1, ui
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(b));
 }
 
-// Weights times values: over the tokens of one tile, 16 or 8.
+// Over the tokens of one tile, 16 or 8.
 template <bool kHalf>
-__device__ __forceinline__ void mma_tokens(float (&d)[4], const uint32_t (&weights)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_tokens(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   if (kTile == 16)
-    mma16<kHalf>(d, weights, b0, b1);
+    mma16<kHalf>(d, a, b0, b1);
   else
-    mma8<kHalf>(d, weights[0], weights[1], b0);
+    mma8<kHalf>(d, a[0], a[1], b0);
 }
 
 // Two floats as the 16-bit pair that holds `low` in its low half.
@@ -91,6 +91,17 @@ __device__ __forceinline__ uint2 load_shared_pair(uint32_t address) {
   uint2 v;
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
   return v;
+}
+
+__device__ __forceinline__ uint32_t word_of(const uint4& x, int i) {
+  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
+
+// An 8 x 8 matrix of 16-bit elements, of which lane l has row l / 4, columns 2 (l % 4) and the next one, transposed.
+__device__ __forceinline__ uint32_t transposed(uint32_t pair) {
+  uint32_t other;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
+  return other;
 }
 
 // Four, two or one transposed 8 x 8 matrices of 16-bit elements; lanes give the rows' addresses in turn.

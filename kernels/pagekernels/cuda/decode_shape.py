@@ -14,11 +14,15 @@ MAX_GROUP = 16
 TILE = 16
 """Tokens that a warp takes at a time; rows of a tensor core tile."""
 
-MAX_SLOT_BYTES = 128 * 1024
-"""Of K and V in flight for a thread block: at head_dim 128 more gains nothing, as less does up to a third."""
+MAX_SLOT_BYTES, MAX_MIXED_SLOT_BYTES = 128 * 1024, 192 * 1024
+"""Of slots for K and V: at head_dim 128 more gains nothing, as less does up to a third. An FP8 tile fills half a slot."""
+
+PLAN_GROUPS = 4096
+"""Groups of tiles that the planner weighs each by itself where FP8 blocks may be; at least MAX_SEQUENCES of decode.py."""
 
 _SEGMENTS, _PENDING = 2, 2
 _SEGMENT_BYTES = 52
+_SLOT_BYTES = 4 + 16 + 2 * 8
 _EXCHANGE_BYTES = 20480
 BULK_COPIES = ("sm_90", "sm_100", "sm_103")
 """Architectures where one thread's cp.async.bulk beats a warp's cp.async; sm_120 has both and prefers the latter."""
@@ -85,15 +89,15 @@ class DecodeShape:
     @property
     def default_streams(self) -> int:
         """8 warps, or, for 255 registers a thread, 8 with the one that loads: registers go by fours of warps."""
-        many = self.head_dim > 128 or self.rows > 8 or self.mixed
+        many = self.head_dim > 128 or self.rows > 8
         return max((7 if many else 8) // self.query_tiles, 1)
 
     def exchange_bytes(self, warps: int) -> int:
         """Shared memory through which warps merge; decode_config.cuh, exchanged_tiles."""
-        tiles = self.head_dim // 8
-        while tiles % 2 == 0 and warps * self.rows * (tiles * 8 + 8) * 4 > _EXCHANGE_BYTES:
+        tiles = self.head_dim // 16
+        while tiles % 2 == 0 and warps * self.rows * (tiles * 16 + 4) * 4 > _EXCHANGE_BYTES:
             tiles //= 2
-        return warps * self.rows * ((tiles * 8 + 8) * 4 + 8)
+        return warps * self.rows * ((tiles * 16 + 4) * 4 + 8)
 
     def fixed_bytes(self, warps: int) -> int:
         """Shared memory beside the slots, rounded up generously."""
@@ -102,20 +106,21 @@ class DecodeShape:
         return queries + self.exchange_bytes(warps) + segments + 512
 
     def shared_bytes(self, streams: int, slots: int) -> int:
-        """Dynamic shared memory of the kernel; each slot has an info of 12 bytes and two barriers."""
-        raw = slots * (self.slot_bytes + 28) + self.fixed_bytes(streams * self.query_tiles)
+        """Dynamic shared memory of the kernel; each slot has _SLOT_BYTES beside its tile."""
+        raw = slots * (self.slot_bytes + _SLOT_BYTES) + self.fixed_bytes(streams * self.query_tiles)
         return -(-raw // 128) * 128
 
     def most_slots(self, streams: int, limit: int) -> int:
         """Slots that fit into `limit` bytes of shared memory."""
-        return (limit - 128 - self.fixed_bytes(streams * self.query_tiles)) // (self.slot_bytes + 28)
+        return (limit - 128 - self.fixed_bytes(streams * self.query_tiles)) // (self.slot_bytes + _SLOT_BYTES)
 
     def cut(self, tuning: Tuning, limit: int) -> tuple[int, int]:
         """(streams, slots) for `limit` bytes of shared memory: two rounds of slots or more, and only whole rounds.
 
         Raises ValueError if not even one stream finds room.
         """
-        wanted = tuning.slots or max(MAX_SLOT_BYTES // self.slot_bytes, 12)
+        most = MAX_MIXED_SLOT_BYTES if self.mixed else MAX_SLOT_BYTES
+        wanted = tuning.slots or max(most // self.slot_bytes, 12)
         for streams in range(tuning.streams or self.default_streams, 0, -1):
             slots = min(wanted, self.most_slots(streams, limit))
             if slots >= 2 * streams or slots >= streams == tuning.streams:
@@ -166,3 +171,8 @@ def defines(shape: DecodeShape, tuning: Tuning, arch: str, shared_limit: int) ->
         "SHARED_BYTES": shape.shared_bytes(streams, slots),
         **dict(word.partition("=")[::2] for word in tuning.extra),
     }
+
+
+def plan_defines() -> dict[str, int | str]:
+    """The macros of plan.cu."""
+    return {"MAX_GROUPS": PLAN_GROUPS}

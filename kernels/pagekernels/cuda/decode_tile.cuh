@@ -1,34 +1,47 @@
-// One warp, one tile of K and V, 16 packed query rows: scores and weighted sum on tensor cores.
+// One warp, one tile of K and V, 8 or 16 packed query rows: scores and weighted sum on tensor cores.
 //
-// S = Q K^T has the query rows as M, so its C fragment is already the A fragment of P V. d may be permuted in the
-// products of Q and K if it is permuted alike in both: a lane takes 16 contiguous bytes of a K row, chunk 4 j + t of
-// token g, as B fragments of consecutive k, and the same d of its query rows.
+// Query rows are the N of both products, since a group has few of them: S^T = K Q^T and out^T = V^T P^T, with tokens and d
+// as M. d may be permuted in the product of K and Q if it is permuted alike in both: a lane takes 16 contiguous bytes of
+// a K row, chunk 4 j + t of token g, as A fragments of consecutive k, and the same d of its query rows as B fragments.
 #pragma once
 #include "decode_mma.cuh"
 
-constexpr int kScoreTiles = kTile / 8;
+constexpr int kTokenTiles = kTile / 8;
+constexpr int kRowTiles = kRows > 8 ? 2 : 1;  // of 8 query rows
+constexpr int kValueTiles = kDim / 16;
 constexpr int kChunks = kDim / 8;             // of 16 bytes in a native row
 constexpr int kFp8Chunks = kDim / 16;         // in an FP8 row
 constexpr int kSteps = (kChunks + 3) / 4;     // j in 4 j + t
 constexpr int kFp8Steps = (kFp8Chunks + 3) / 4;
-constexpr bool kUpper = kRows > 8;            // rows g + 8 exist
 constexpr bool kQueriesInRegisters = kDim <= 128;
-constexpr bool kFp8Order = kFp8 && kDim <= 128;  // FP8 tiles leave `out` in an order of their own
 constexpr int kHeldSteps = kQueriesInRegisters ? kSteps : 1;
+constexpr int kHeldHalves = kQueriesInRegisters && kFp8 ? kFp8Steps * 4 : 1;
+// Whether FP8 tiles are summed up apart, in an order of d of their own, where there are registers for it.
+constexpr bool kApart = kFp8 && kDim <= 128 && kRows <= 8;
 
-using Scores = float[kScoreTiles][4];
+// Of the query rows 8 n + 2 t and 8 n + 2 t + 1: element i is of token 8 (i / 2) + g and row i % 2.
+using Scores = float[kRowTiles][4];
+// The same rows, elements of d; see native_values and fp8_values.
+using Sums = float[kValueTiles][kRowTiles][4];
 
-// A lane's query rows g and g + 8, as A fragments: 16 bytes of d a step and row. Rows that are not there are 0.
+// A lane's query rows g and g + 8, as B fragments. Rows that are not there are 0.
 struct Queries {
   uint32_t address;  // of the warp's rows in shared memory
-  bool has_low, has_high;
-  uint4 low[kHeldSteps], high[kHeldSteps];
+  bool there[kRowTiles];
+  uint4 native[kRowTiles][kHeldSteps];
+  uint2 half[kRowTiles][kHeldHalves];  // in f16, in the order of FP8 rows: 4 d a step
 };
 
-__device__ __forceinline__ uint4 query_chunk(const Queries& q, bool upper, int chunk, int g) {
-  const bool there = (upper ? q.has_high : q.has_low) && chunk < kChunks;
-  if (!there || (upper && !kUpper)) return {0, 0, 0, 0};
-  return load_shared(q.address + ((g + (upper ? 8 : 0)) * kDim * 2) + chunk * 16);
+__device__ __forceinline__ uint4 query_chunk(const Queries& q, int n, int chunk, int g) {
+  if (!q.there[n] || chunk >= kChunks) return {0, 0, 0, 0};
+  return load_shared(q.address + (8 * n + g) * kDim * 2 + chunk * 16);
+}
+
+// 4 d of a query row in f16, from 8 bytes of shared memory.
+__device__ __forceinline__ uint2 half_query(const Queries& q, int n, int d, int g) {
+  if (!q.there[n] || d >= kDim) return {0, 0};
+  const uint2 native = load_shared_pair(q.address + ((8 * n + g) * kDim + d) * 2);
+  return {half_pair(native.x), half_pair(native.y)};
 }
 
 __device__ __forceinline__ Queries load_query_fragments(const Shared& shared, int segment, int query_tile, int rows,
@@ -36,133 +49,137 @@ __device__ __forceinline__ Queries load_query_fragments(const Shared& shared, in
   Queries q;
   const int g = lane >> 2, t = lane & 3;
   q.address = shared_address(&shared.q[segment][query_tile * kRows * kDim]);
-  q.has_low = g < kRows && query_tile * kRows + g < rows;
-  q.has_high = g + 8 < kRows && query_tile * kRows + g + 8 < rows;
-  if (kQueriesInRegisters) {
 #pragma unroll
-    for (int j = 0; j < kSteps; ++j) q.low[j] = query_chunk(q, false, 4 * j + t, g), q.high[j] = query_chunk(q, true, 4 * j + t, g);
+  for (int n = 0; n < kRowTiles; ++n) {
+    q.there[n] = 8 * n + g < kRows && query_tile * kRows + 8 * n + g < rows;
+    if (!kQueriesInRegisters) continue;
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) q.native[n][j % kHeldSteps] = query_chunk(q, n, 4 * j + t, g);
+#pragma unroll
+    for (int i = 0; kFp8 && i < kFp8Steps * 4; ++i)
+      q.half[n][i % kHeldHalves] = half_query(q, n, (i / 4 * 4 + t) * 16 + i % 4 * 4, g);
   }
   return q;
 }
 
+__device__ __forceinline__ void add_scores(Scores& s, const Scores& more) {
+#pragma unroll
+  for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] += more[n][i];
+}
+
+// Both make two sums side by side: one instruction that waits for the one before it takes longer than the two of them.
 __device__ __forceinline__ void native_scores(Scores& s, const Queries& q, uint32_t tile, int lane) {
   const int g = lane >> 2, t = lane & 3;
+  Scores other = {};
 #pragma unroll(kQueriesInRegisters ? kSteps : 2)
   for (int j = 0; j < kSteps; ++j) {
     const int chunk = 4 * j + t;
-    const uint4 low = kQueriesInRegisters ? q.low[j % kHeldSteps] : query_chunk(q, false, chunk, g);
-    const uint4 high = kQueriesInRegisters ? q.high[j % kHeldSteps] : query_chunk(q, true, chunk, g);
+    uint4 k[2] = {};
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
-      uint4 k = {0, 0, 0, 0};
-      const int row = n * 8 + g;
+    for (int i = 0; i < kTokenTiles; ++i) {
+      const int row = i * 8 + g;
       if (kChunks % 4 == 0 || chunk < kChunks)
-        k = load_shared(tile + row * kDim * 2 + (chunk ^ swizzle<kDim * 2>(row)) * 16);
-      mma16<kF16>(s[n], {low.x, high.x, low.y, high.y}, k.x, k.y);
-      mma16<kF16>(s[n], {low.z, high.z, low.w, high.w}, k.z, k.w);
+        k[i] = load_shared(tile + row * kDim * 2 + (chunk ^ swizzle<kDim * 2>(row)) * 16);
+    }
+#pragma unroll
+    for (int n = 0; n < kRowTiles; ++n) {
+      const uint4 rows = kQueriesInRegisters ? q.native[n][j % kHeldSteps] : query_chunk(q, n, chunk, g);
+      mma16<kF16>(s[n], {k[0].x, k[1].x, k[0].y, k[1].y}, rows.x, rows.y);
+      mma16<kF16>(other[n], {k[0].z, k[1].z, k[0].w, k[1].w}, rows.z, rows.w);
     }
   }
-}
-
-// 4 d of a query row in f16, from 8 bytes of shared memory.
-__device__ __forceinline__ uint2 half_query(const Queries& q, bool upper, int d, int g) {
-  const bool there = (upper ? q.has_high : q.has_low) && d < kDim;
-  if (!there || (upper && !kUpper)) return {0, 0};
-  const uint2 native = load_shared_pair(q.address + ((g + (upper ? 8 : 0)) * kDim + d) * 2);
-  return {half_pair(native.x), half_pair(native.y)};
+  add_scores(s, other);
 }
 
 __device__ __forceinline__ void fp8_scores(Scores& s, const Queries& q, uint32_t tile, int lane) {
   const int g = lane >> 2, t = lane & 3;
+  Scores other = {};
 #pragma unroll(kQueriesInRegisters ? kFp8Steps : 1)
   for (int j = 0; j < kFp8Steps; ++j) {
     const int chunk = 4 * j + t;
-    uint4 k[kScoreTiles];
+    uint4 k[2] = {};
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
-      const int row = n * 8 + g;
-      k[n] = {0, 0, 0, 0};
+    for (int i = 0; i < kTokenTiles; ++i) {
+      const int row = i * 8 + g;
       if (kFp8Chunks % 4 == 0 || chunk < kFp8Chunks)
-        k[n] = load_shared(tile + row * kDim + (chunk ^ swizzle<kDim>(row)) * 16);
+        k[i] = load_shared(tile + row * kDim + (chunk ^ swizzle<kDim>(row)) * 16);
     }
 #pragma unroll
     for (int u = 0; u < 4; ++u) {
-      const uint2 low = half_query(q, false, chunk * 16 + u * 4, g), high = half_query(q, true, chunk * 16 + u * 4, g);
+      const uint32_t low = word_of(k[0], u), high = word_of(k[1], u);
+      const uint32_t a[4] = {half_pair_of_fp8(low), half_pair_of_fp8(high), half_pair_of_fp8(low >> 16),
+                             half_pair_of_fp8(high >> 16)};
 #pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n) {
-        const uint32_t word = u == 0 ? k[n].x : u == 1 ? k[n].y : u == 2 ? k[n].z : k[n].w;
-        mma16<true>(s[n], {low.x, high.x, low.y, high.y}, half_pair_of_fp8(word), half_pair_of_fp8(word >> 16));
+      for (int n = 0; n < kRowTiles; ++n) {
+        const uint2 rows =
+            kQueriesInRegisters ? q.half[n][(j * 4 + u) % kHeldHalves] : half_query(q, n, chunk * 16 + u * 4, g);
+        mma16<true>(u % 2 ? other[n] : s[n], a, rows.x, rows.y);
       }
     }
   }
+  add_scores(s, other);
 }
 
-// out += P V. Column tile c of out holds d 8 c .. 8 c + 7 in order.
-__device__ __forceinline__ void native_values(float (&out)[kColumnTiles][4], const uint32_t (&weights)[4],
-                                              uint32_t tile, int lane) {
-  const int row = kTile == 16 ? lane & 15 : lane & 7, right = kTile == 16 ? lane >> 4 : lane >> 3 & 1;
+// Weights as the B fragments of out^T = V^T P^T, times `factor`: pairs of query rows of one token become pairs of tokens.
+struct Weights {
+  uint32_t pair[kRowTiles][kTokenTiles];
+};
+
+template <bool kHalf>
+__device__ __forceinline__ Weights pack_weights(const Scores& s, float factor) {
+  Weights weights;
 #pragma unroll
-  for (int c = 0; c < kColumnTiles; c += 2) {
-    const uint32_t address = tile + row * kDim * 2 + ((c + right) ^ swizzle<kDim * 2>(row)) * 16;
-    uint32_t v[kTile == 16 ? 4 : 2];
-    load_transposed(v, address);
-    constexpr int kNext = kTile == 16 ? 2 : 1;
-    mma_tokens<kF16>(out[c], weights, v[0], v[kNext - 1]);
-    mma_tokens<kF16>(out[c + 1], weights, v[kNext], v[2 * kNext - 1]);
+  for (int n = 0; n < kRowTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < kTokenTiles; ++i)
+      weights.pair[n][i] = transposed(pack_pair<kHalf>(s[n][2 * i] * factor, s[n][2 * i + 1] * factor));
+  return weights;
+}
+
+template <bool kHalf>
+__device__ __forceinline__ void add_values(float (&sums)[kRowTiles][4], const uint32_t (&v)[4], const Weights& weights) {
+#pragma unroll
+  for (int n = 0; n < kRowTiles; ++n)
+    mma_tokens<kHalf>(sums[n], v, weights.pair[n][0], weights.pair[n][kTokenTiles - 1]);
+}
+
+// sums += V^T P^T. Value tile c holds d 16 c + g in its elements 0 and 1, and 16 c + 8 + g in 2 and 3.
+__device__ __forceinline__ void native_values(Sums& sums, const Weights& weights, uint32_t tile, int lane) {
+  const int row = (lane & 7) + (kTile == 16 ? lane >> 4 << 3 : 0), right = lane >> 3 & 1;
+#pragma unroll
+  for (int c = 0; c < kValueTiles; ++c) {
+    uint32_t v[2 * kTokenTiles], a[4] = {};
+    load_transposed(v, tile + row * kDim * 2 + ((2 * c + right) ^ swizzle<kDim * 2>(row)) * 16);
+#pragma unroll
+    for (int i = 0; i < 2 * kTokenTiles; ++i) a[i] = v[i];
+    add_values<kF16>(sums[c], a, weights);
   }
 }
 
-// out += P V. A transposed pair of FP8 V is (d, d + 1) of one token, so column n of tile 2 c holds d 16 c + 2 n and of
-// tile 2 c + 1 d 16 c + 2 n + 1: another order than native_values, see reorder. Heads too large to reorder in registers
-// have their values brought into the native order by shuffles instead.
-__device__ __forceinline__ void fp8_values(float (&out)[kColumnTiles][4], const uint32_t (&weights)[4], uint32_t tile,
-                                           int lane) {
-  const int row = lane & (kTile - 1), half = (lane >> 3 << 2) | (lane & 3);
+// sums += V^T P^T. A transposed pair of FP8 V is (d, d + 1) of one token, so that value tile c has d 16 c + 2 g in its
+// elements 0 and 1, and 16 c + 2 g + 1 in 2 and 3. Sums that are not kept apart need the order of native_values instead,
+// and the values brought into it by shuffles.
+__device__ __forceinline__ void fp8_values(Sums& sums, const Weights& weights, uint32_t tile, int lane) {
+  const int row = lane & (kTile - 1), from = (lane >> 3 << 2) | (lane & 3);
   const uint32_t pick = lane & 4 ? 0x4431 : 0x4420;  // bytes of d 2 n + 1, of d 2 n
 #pragma unroll
   for (int c = 0; c < kFp8Chunks; ++c) {
-    uint32_t v[kScoreTiles], even[kScoreTiles], odd[kScoreTiles];
+    uint32_t v[kTokenTiles], a[4] = {};
     load_transposed(v, tile + row * kDim + (c ^ swizzle<kDim>(row)) * 16);
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
-      if (kFp8Order) {
-        const uint32_t parted = __byte_perm(v[n], 0, 0x3120);
-        even[n] = half_pair_of_fp8(parted), odd[n] = half_pair_of_fp8(parted >> 16);
+    for (int i = 0; i < kTokenTiles; ++i) {
+      if (kApart) {
+        const uint32_t parted = __byte_perm(v[i], 0, 0x3120);
+        a[2 * i] = half_pair_of_fp8(parted), a[2 * i + 1] = half_pair_of_fp8(parted >> 16);
       } else {
-        even[n] = half_pair_of_fp8(__byte_perm(__shfl_sync(~0u, v[n], half), 0, pick));
-        odd[n] = half_pair_of_fp8(__byte_perm(__shfl_sync(~0u, v[n], half + 16), 0, pick));
+        a[2 * i] = half_pair_of_fp8(__byte_perm(__shfl_sync(~0u, v[i], from), 0, pick));
+        a[2 * i + 1] = half_pair_of_fp8(__byte_perm(__shfl_sync(~0u, v[i], from + 16), 0, pick));
       }
     }
-    mma_tokens<true>(out[2 * c], weights, even[0], even[kScoreTiles - 1]);
-    mma_tokens<true>(out[2 * c + 1], weights, odd[0], odd[kScoreTiles - 1]);
+    add_values<true>(sums[c], a, weights);
   }
-}
-
-// Between the two orders of d in `out`: a lane's (2t, 2t+1 | 8+2t, 9+2t) of 16 against (4t, 4t+2 | 4t+1, 4t+3).
-__device__ __forceinline__ void reorder(float (&out)[kColumnTiles][4], bool to_fp8) {
-  int lane;  // asked for anew: what follows from it must not be kept in registers from one call to the next
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  const int t = lane & 3, quad = lane & ~3;
-#pragma unroll
-  for (int c = 0; c < kColumnTiles; c += 2)
-#pragma unroll
-    for (int upper = 0; upper < 4; upper += 2) {
-      float now[4] = {out[c][upper], out[c][upper + 1], out[c + 1][upper], out[c + 1][upper + 1]}, next[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // Element i of `next` is d; `from` holds d at position `at`.
-        const int d = to_fp8 ? 4 * t + (i & 1) * 2 + (i >> 1) : (i >> 1) * 8 + 2 * t + (i & 1);
-        const int from = to_fp8 ? (d & 7) >> 1 : d >> 2;
-        const int at = to_fp8 ? (d >> 3) * 2 + (d & 1) : (d & 1) * 2 + (d >> 1 & 1);
-        next[i] = 0.0f;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float value = __shfl_sync(~0u, now[j], quad | from);
-          if (at == j) next[i] = value;
-        }
-      }
-      out[c][upper] = next[0], out[c][upper + 1] = next[1], out[c + 1][upper] = next[2], out[c + 1][upper + 1] = next[3];
-    }
 }
 
 // Unused token rows of V may hold NaN, and 0 times NaN is NaN: write zeros over them in shared memory.

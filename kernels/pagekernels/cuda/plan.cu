@@ -1,13 +1,15 @@
 // The planner: once a step, on the device, it cuts the step's work into contiguous ranges (plan.cuh).
 //
-// plan(PlanParams): grid (kinds), block (1024). One CTA makes the work list of one layer kind. Tiles weigh their bytes,
-// so FP8 tiles, half as long to read, are handed out twice as fast. Nothing is read back to the host: a captured graph
-// plans anew from whatever the fixed buffers hold at each replay. At most 1024 sequences.
+// plan(PlanParams): grid (kinds), block (1024). One CTA makes the work list of one layer kind. Tiles weigh what they take,
+// so that FP8 tiles, with half the bytes, are handed out faster. Nothing is read back to the host: a captured graph
+// plans anew from whatever the fixed buffers hold at each replay. At most 1024 sequences. Define: MAX_GROUPS.
 #include "plan.cuh"
 
 constexpr int kThreads = 1024;
 constexpr int kMaxKinds = 8;
 constexpr uint32_t kFp8Format = 4;
+constexpr int kMaxGroups = MAX_GROUPS;
+static_assert(kMaxGroups >= kMaxSequences, "a sequence has one at least");
 
 struct PlanParams {
   const int32_t* cu_q_lens;      // [S + 1]
@@ -36,8 +38,9 @@ struct Shared {
   long long weight_before[kMaxSequences + 1];  // of all pairs of the sequences before
   long long tiles_before[kMaxSequences + 1];
   Place places[kMaxRanges + 1];
+  int groups[kMaxGroups];  // what each group of tiles weighs, row after row
   Sums scan[kThreads / 32], all;
-  int count, uneven, ranges;
+  int count, uneven, ranges, group_tiles;
 };
 
 __device__ Sums operator+(const Sums& a, const Sums& b) {
@@ -85,46 +88,87 @@ __device__ Sequence read_sequence(const PlanParams& p, const Kind& kind, int row
   return s;
 }
 
-__device__ int tile_weight(const PlanParams& p, const Kind& kind, const Sequence& s, int tile) {
-  const int tiles_per_block = max(1, p.block_size / 16);
-  const uint32_t entry = p.tables[int64_t(s.row) * p.table_stride + tile / tiles_per_block];
-  return entry >> 29 == kFp8Format ? 1 : kind.native_weight;
+// A warp: what each of 32 tiles from `tile` on weighs, 0 from `end` on.
+__device__ int tile_weight(const PlanParams& p, const Kind& kind, const Sequence& s, int tile, int end) {
+  const int tiles_per_block = max(1, p.block_size / 16), own = tile + (threadIdx.x & 31);
+  if (own >= end) return 0;
+  const uint32_t entry = p.tables[int64_t(s.row) * p.table_stride + own / tiles_per_block];
+  return entry >> 29 == kFp8Format ? kFp8Weight : kind.native_weight;
 }
 
-// A warp: how many tiles of `s` weigh at most `limit` together, and in `sum` what they weigh.
-__device__ int tiles_within(const PlanParams& p, const Kind& kind, const Sequence& s, int limit, int& sum) {
+// A warp: of weights by lane, how many in a row weigh at most `limit` together with `sum`, which gets theirs too.
+__device__ int lanes_within(int weight, int limit, int& sum) {
   const int lane = threadIdx.x & 31;
-  sum = 0;
-  for (int tile = s.first_tile; tile < s.last_tile; tile += 32) {
-    const int weight = tile + lane < s.last_tile ? tile_weight(p, kind, s, tile + lane) : 0;
-    int upto = weight;
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(~0u, upto, d);
-      if (lane >= d) upto += other;
-    }
-    const unsigned within = __ballot_sync(~0u, weight && sum + upto <= limit);
-    const int count = __popc(within);
-    if (count) sum += __shfl_sync(~0u, upto, count - 1);
-    if (count < 32) return tile - s.first_tile + count;
+  int upto = weight;
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(~0u, upto, d);
+    if (lane >= d) upto += other;
   }
-  return s.last_tile - s.first_tile;
+  const int count = __popc(__ballot_sync(~0u, weight && sum + upto <= limit));
+  if (count) sum += __shfl_sync(~0u, upto, count - 1);
+  return count;
 }
 
-// What a pair of each sequence weighs, by its row.
-__device__ void weigh_rows(const PlanParams& p, const Kind& kind, Shared& shared, const Sequence& own) {
-  shared.list[threadIdx.x] = own;
+__device__ int groups_of(const Sequence& s, int group_tiles) {
+  return (s.last_tile - s.first_tile + group_tiles - 1) / group_tiles;
+}
+
+// A warp: how many tiles of `s` weigh at most `limit` together. First whole groups, then tiles of one of them.
+__device__ int tiles_within(const PlanParams& p, const Kind& kind, const Shared& shared, const Sequence& s, int limit) {
+  const int lane = threadIdx.x & 31, groups = groups_of(s, shared.group_tiles);
+  int sum = 0, whole = 0;
+  for (int count = 32; count == 32; whole += count) {
+    const int group = whole + lane;
+    count = lanes_within(group < groups ? shared.groups[s.first_group + group] : 0, limit, sum);
+  }
+  int tile = s.first_tile + whole * shared.group_tiles;
+  for (int count = 32; count == 32 && tile < s.last_tile; tile += count)
+    count = lanes_within(tile_weight(p, kind, s, tile, s.last_tile), limit, sum);
+  return min(tile, s.last_tile) - s.first_tile;
+}
+
+// How many tiles a group has, so that all groups of all rows fit, and where the groups of this thread's row begin.
+__device__ void place_groups(Shared& shared, Sequence& own) {
+  for (int tiles = 32;; tiles *= 2) {
+    own.first_group = static_cast<int>(sum_before(shared, {groups_of(own, tiles), 0, 0, 0}).count);
+    if (threadIdx.x == 0) shared.group_tiles = tiles;
+    if (shared.all.count <= kMaxGroups) break;
+    __syncthreads();
+  }
   __syncthreads();
-  for (int row = threadIdx.x >> 5; row < p.sequences; row += kThreads / 32) {
+}
+
+// The last row whose groups begin at or before `group`.
+__device__ int find_row(const PlanParams& p, const Shared& shared, int group) {
+  int low = 0, high = p.sequences - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (shared.list[middle].first_group <= group) low = middle; else high = middle - 1;
+  }
+  return low;
+}
+
+// What each group of tiles weighs, and what a pair of each sequence does, by its row.
+__device__ void weigh_rows(const PlanParams& p, const Kind& kind, Shared& shared, Sequence& own) {
+  place_groups(shared, own);
+  shared.list[threadIdx.x] = own, shared.weight[threadIdx.x] = 0;
+  __syncthreads();
+  const int groups = static_cast<int>(shared.all.count), size = shared.group_tiles;
+  for (int group = threadIdx.x >> 5; group < groups; group += kThreads / 32) {
+    const int row = find_row(p, shared, group);
+    const Sequence& s = shared.list[row];
+    const int begin = s.first_tile + (group - s.first_group) * size, end = min(begin + size, s.last_tile);
     int sum = 0;
-    tiles_within(p, kind, shared.list[row], 1 << 30, sum);
-    if ((threadIdx.x & 31) == 0) shared.weight[row] = sum;
+    for (int tile = begin; tile < end; tile += 32) sum += tile_weight(p, kind, s, tile, end);
+    sum = __reduce_add_sync(~0u, sum);
+    if ((threadIdx.x & 31) == 0) shared.groups[group] = sum, atomicAdd(&shared.weight[row], sum);
   }
   __syncthreads();
 }
 
 // The list of sequences with work, their weights, and the sums of both before each.
 __device__ void list_sequences(const PlanParams& p, const Kind& kind, Shared& shared) {
-  const Sequence own = read_sequence(p, kind, threadIdx.x);
+  Sequence own = read_sequence(p, kind, threadIdx.x);
   const long long length = own.last_tile - own.first_tile;
   int weight = static_cast<int>(length);
   if (kind.native_weight) {
@@ -180,8 +224,8 @@ __device__ void cut(const PlanParams& p, const Kind& kind, Shared& shared) {
       const int index = find_sequence(shared, weight), each = shared.weight[index];
       const Sequence& s = shared.list[index];
       const long long within = weight - shared.weight_before[index];
-      int offset = static_cast<int>(within % each), sum;
-      if (mixed) offset = tiles_within(p, kind, s, offset, sum);
+      int offset = static_cast<int>(within % each);
+      if (mixed) offset = tiles_within(p, kind, shared, s, offset);
       place.index = index, place.pair = static_cast<int>(within / each), place.tile = s.first_tile + offset;
       place.tiles = shared.tiles_before[index] + (long long)place.pair * (s.last_tile - s.first_tile) + offset;
     }

@@ -10,6 +10,8 @@ constexpr int kPlanEntries = 32;  // table entries copied into a range's record:
 constexpr int kMaxSequences = 1024;
 constexpr int kMaxRanges = 1023;  // boundaries are computed one by a thread of the planner's CTA
 
+constexpr int kFp8Weight = 12;
+
 // A sequence with something to do; those without are not in the list.
 struct Sequence {
   int row;         // its row of the block tables
@@ -19,7 +21,7 @@ struct Sequence {
   int first_tile;  // tiles [first_tile, last_tile) are visible to some of its query tokens
   int last_tile;
   int pairs;       // KV heads times runs of query rows
-  int reserved;
+  int first_group; // the planner's own
 };
 
 // Ranges [first, first + count) hold tiles of a pair.
@@ -48,7 +50,7 @@ struct Kind {
   int rows;           // packed query rows of a run
   int ctas;           // at most so many, the decode kernel's grid
   int min_items;      // tiles that are worth a CTA
-  int native_weight;  // bytes of a native tile in FP8 tiles, 0: all blocks are native, do not look
+  int native_weight;  // what a native tile takes where an FP8 tile takes kFp8Weight; 0: all blocks are native, do not look
 };
 
 // A kind's part of the workspace: records of ranges, then of sequences, two more of these for the look ahead.
