@@ -11,7 +11,7 @@ import pytest
 from pagekernels.cuda import build
 from pagekernels.cuda.attend import FEW_ROWS, MANY_ROWS, AttendShape, attend_shape
 from pagekernels.cuda.compress import compress_defines
-from pagekernels.cuda.decode_shape import MAX_QUERY_TOKENS, DecodeShape, Tuning, defines, plan_defines
+from pagekernels.cuda.decode_shape import MAX_QUERY_TOKENS, DecodeShape, Tuning, defines
 from pagekernels.cuda.move import move_defines
 from pagekernels.cuda.prebuild import LOGITS, SHARED_LIMIT, Job, jobs_of, shared_limit
 from pagekernels.layout import LAYOUT_SWIZZLED, Format, LayerShape, PagedLayout
@@ -38,7 +38,7 @@ def decode_jobs(arch: str) -> Iterator[Job]:
 def other_jobs(arch: str) -> Iterator[Job]:
     """Each other kernel on a usual shape and on an odd one."""
     yield "move.cu", {}, arch
-    yield "plan.cu", plan_defines(), arch
+    yield "plan.cu", {}, arch
     yield "sample.cu", {"LOGITS": LOGITS["bfloat16"]}, arch
     yield "sample_cut.cu", {"LOGITS": LOGITS["float32"]}, arch
     for shape, fmt, element, aligned in (

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pagekernels.cuda.decode_shape import DecodeShape, Tuning, can_take, defines, fitted, plan_defines
+from pagekernels.cuda.decode_shape import DecodeShape, Tuning, can_take, defines, fitted
 from pagekernels.cuda.device import CudaDevice, Kernel
 from pagekernels.layout import MAX_SLABS, PagedLayout
 from pagekernels.ops import AttentionParams
@@ -25,11 +25,8 @@ MAX_KINDS = 8
 MAX_RANGES = 1023
 """Limits of plan.cuh."""
 
-NATIVE_WEIGHT = 16
-"""What a tile of the native format takes where an FP8 tile takes 12 (plan.cuh), as measured on an H200."""
-
 _RANGE_BYTES, _SEQUENCE_BYTES, _KIND_BYTES = 256, 32, 32
-_PLAN_SHARED_BYTES = MAX_SEQUENCES * (32 + 4 + 16) + 16 + 8 + (MAX_RANGES + 1) * 24 + 33 * 32 + 64
+_PLAN_SHARED_BYTES = MAX_SEQUENCES * (32 + 8) + 8 + (MAX_RANGES + 1) * 24 + 33 * 24 + 64
 _PLAN_THREADS = 1024
 
 
@@ -104,8 +101,7 @@ class TunedDecode:
         self._plans = self._allocate(self._kind_bytes * len(kinds))
         self._partials = self._allocate(max(self._partial_bytes(index) for index in self._layers))
         self._counters = self._allocate(4 * self.ctas)
-        macros = plan_defines()
-        self._planner = device.kernel("plan.cu", "plan", macros, _PLAN_SHARED_BYTES + 4 * int(macros["MAX_GROUPS"]))
+        self._planner = device.kernel("plan.cu", "plan", {}, _PLAN_SHARED_BYTES)
         self._prepared = {index: self._prepare(index, kinds) for index in self._layers}
 
     def plan(self, step: DecodeStep) -> None:
@@ -159,8 +155,7 @@ class TunedDecode:
 
     def _kind(self, index: int, layer: DecodeLayer) -> bytes:
         shape, heads = self._shape(index), self._layout.layers[index].num_kv_heads
-        params, weight = layer.params, NATIVE_WEIGHT if self._tuning.mixed else 0
-        limits = (self.ctas, self._tuning.min_items, weight)
+        params, limits = layer.params, (self.ctas, self._tuning.min_items, 0)
         return struct.pack("8i", params.window, params.chunk, heads, shape.group, shape.super_rows, *limits)
 
     def _partial_bytes(self, index: int) -> int:

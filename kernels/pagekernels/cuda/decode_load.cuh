@@ -54,7 +54,7 @@ __device__ __forceinline__ Sequence unpack_sequence(int words) {
   Sequence s;
   s.row = __shfl_sync(~0u, words, 0), s.q_start = __shfl_sync(~0u, words, 1), s.q_len = __shfl_sync(~0u, words, 2);
   s.kv_len = __shfl_sync(~0u, words, 3), s.first_tile = __shfl_sync(~0u, words, 4);
-  s.last_tile = __shfl_sync(~0u, words, 5), s.pairs = __shfl_sync(~0u, words, 6), s.first_group = 0;
+  s.last_tile = __shfl_sync(~0u, words, 5), s.pairs = __shfl_sync(~0u, words, 6), s.reserved = 0;
   return s;
 }
 

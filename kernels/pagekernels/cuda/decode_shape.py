@@ -15,10 +15,7 @@ TILE = 16
 """Tokens that a warp takes at a time; rows of a tensor core tile."""
 
 MAX_SLOT_BYTES, MAX_MIXED_SLOT_BYTES = 128 * 1024, 192 * 1024
-"""Of slots for K and V: at head_dim 128 more gains nothing, as less does up to a third. An FP8 tile fills half a slot."""
-
-PLAN_GROUPS = 4096
-"""Groups of tiles that the planner weighs each by itself where FP8 blocks may be; at least MAX_SEQUENCES of decode.py."""
+"""Of slots for K and V: at head_dim 128 more gains nothing, as less does up to a third. FP8 tiles fill half a slot."""
 
 _SEGMENTS, _PENDING = 2, 2
 _SEGMENT_BYTES = 52
@@ -171,8 +168,3 @@ def defines(shape: DecodeShape, tuning: Tuning, arch: str, shared_limit: int) ->
         "SHARED_BYTES": shape.shared_bytes(streams, slots),
         **dict(word.partition("=")[::2] for word in tuning.extra),
     }
-
-
-def plan_defines() -> dict[str, int | str]:
-    """The macros of plan.cu."""
-    return {"MAX_GROUPS": PLAN_GROUPS}

@@ -1,15 +1,12 @@
 // The planner: once a step, on the device, it cuts the step's work into contiguous ranges (plan.cuh).
 //
-// plan(PlanParams): grid (kinds), block (1024). One CTA makes the work list of one layer kind. Tiles weigh what they take,
-// so that FP8 tiles, with half the bytes, are handed out faster. Nothing is read back to the host: a captured graph
-// plans anew from whatever the fixed buffers hold at each replay. At most 1024 sequences. Define: MAX_GROUPS.
+// plan(PlanParams): grid (kinds), block (1024). One CTA makes the work list of one layer kind. Nothing is read back to the
+// host: a captured graph plans anew from whatever the fixed buffers hold at each replay. At most 1024 sequences. Tiles
+// count alike: an FP8 tile has half the bytes, but weights from 1 to 1.33 for native tiles beside it took as long or longer.
 #include "plan.cuh"
 
 constexpr int kThreads = 1024;
 constexpr int kMaxKinds = 8;
-constexpr uint32_t kFp8Format = 4;
-constexpr int kMaxGroups = MAX_GROUPS;
-static_assert(kMaxGroups >= kMaxSequences, "a sequence has one at least");
 
 struct PlanParams {
   const int32_t* cu_q_lens;      // [S + 1]
@@ -29,28 +26,25 @@ struct Place {
 };
 
 struct Sums {
-  long long count, pairs, tiles, weight;
+  long long count, pairs, tiles;
 };
 
 struct Shared {
   Sequence list[kMaxSequences];
-  int weight[kMaxSequences];                  // of one pair
-  long long weight_before[kMaxSequences + 1];  // of all pairs of the sequences before
-  long long tiles_before[kMaxSequences + 1];
+  long long tiles_before[kMaxSequences + 1];  // of all pairs of the sequences before
   Place places[kMaxRanges + 1];
-  int groups[kMaxGroups];  // what each group of tiles weighs, row after row
   Sums scan[kThreads / 32], all;
-  int count, uneven, ranges, group_tiles;
+  int count, uneven, ranges;
 };
 
 __device__ Sums operator+(const Sums& a, const Sums& b) {
-  return {a.count + b.count, a.pairs + b.pairs, a.tiles + b.tiles, a.weight + b.weight};
+  return {a.count + b.count, a.pairs + b.pairs, a.tiles + b.tiles};
 }
 
 __device__ Sums sum_up_to_lane(Sums x) {
   for (int d = 1; d < 32; d *= 2) {
     const Sums other = {__shfl_up_sync(~0u, x.count, d), __shfl_up_sync(~0u, x.pairs, d),
-                        __shfl_up_sync(~0u, x.tiles, d), __shfl_up_sync(~0u, x.weight, d)};
+                        __shfl_up_sync(~0u, x.tiles, d)};
     if ((threadIdx.x & 31) >= d) x = x + other;
   }
   return x;
@@ -70,7 +64,7 @@ __device__ Sums sum_before(Shared& shared, const Sums& own) {
   __syncthreads();
   const Sums before = warp ? shared.scan[warp - 1] : Sums{};
   return {before.count + in_warp.count - own.count, before.pairs + in_warp.pairs - own.pairs,
-          before.tiles + in_warp.tiles - own.tiles, before.weight + in_warp.weight - own.weight};
+          before.tiles + in_warp.tiles - own.tiles};
 }
 
 __device__ Sequence read_sequence(const PlanParams& p, const Kind& kind, int row) {
@@ -88,103 +82,17 @@ __device__ Sequence read_sequence(const PlanParams& p, const Kind& kind, int row
   return s;
 }
 
-// A warp: what each of 32 tiles from `tile` on weighs, 0 from `end` on.
-__device__ int tile_weight(const PlanParams& p, const Kind& kind, const Sequence& s, int tile, int end) {
-  const int tiles_per_block = max(1, p.block_size / 16), own = tile + (threadIdx.x & 31);
-  if (own >= end) return 0;
-  const uint32_t entry = p.tables[int64_t(s.row) * p.table_stride + own / tiles_per_block];
-  return entry >> 29 == kFp8Format ? kFp8Weight : kind.native_weight;
-}
+__device__ int length_of(const Sequence& s) { return s.last_tile - s.first_tile; }
 
-// A warp: of weights by lane, how many in a row weigh at most `limit` together with `sum`, which gets theirs too.
-__device__ int lanes_within(int weight, int limit, int& sum) {
-  const int lane = threadIdx.x & 31;
-  int upto = weight;
-  for (int d = 1; d < 32; d *= 2) {
-    const int other = __shfl_up_sync(~0u, upto, d);
-    if (lane >= d) upto += other;
-  }
-  const int count = __popc(__ballot_sync(~0u, weight && sum + upto <= limit));
-  if (count) sum += __shfl_sync(~0u, upto, count - 1);
-  return count;
-}
-
-__device__ int groups_of(const Sequence& s, int group_tiles) {
-  return (s.last_tile - s.first_tile + group_tiles - 1) / group_tiles;
-}
-
-// A warp: how many tiles of `s` weigh at most `limit` together. First whole groups, then tiles of one of them.
-__device__ int tiles_within(const PlanParams& p, const Kind& kind, const Shared& shared, const Sequence& s, int limit) {
-  const int lane = threadIdx.x & 31, groups = groups_of(s, shared.group_tiles);
-  int sum = 0, whole = 0;
-  for (int count = 32; count == 32; whole += count) {
-    const int group = whole + lane;
-    count = lanes_within(group < groups ? shared.groups[s.first_group + group] : 0, limit, sum);
-  }
-  int tile = s.first_tile + whole * shared.group_tiles;
-  for (int count = 32; count == 32 && tile < s.last_tile; tile += count)
-    count = lanes_within(tile_weight(p, kind, s, tile, s.last_tile), limit, sum);
-  return min(tile, s.last_tile) - s.first_tile;
-}
-
-// How many tiles a group has, so that all groups of all rows fit, and where the groups of this thread's row begin.
-__device__ void place_groups(Shared& shared, Sequence& own) {
-  for (int tiles = 32;; tiles *= 2) {
-    own.first_group = static_cast<int>(sum_before(shared, {groups_of(own, tiles), 0, 0, 0}).count);
-    if (threadIdx.x == 0) shared.group_tiles = tiles;
-    if (shared.all.count <= kMaxGroups) break;
-    __syncthreads();
-  }
-  __syncthreads();
-}
-
-// The last row whose groups begin at or before `group`.
-__device__ int find_row(const PlanParams& p, const Shared& shared, int group) {
-  int low = 0, high = p.sequences - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (shared.list[middle].first_group <= group) low = middle; else high = middle - 1;
-  }
-  return low;
-}
-
-// What each group of tiles weighs, and what a pair of each sequence does, by its row.
-__device__ void weigh_rows(const PlanParams& p, const Kind& kind, Shared& shared, Sequence& own) {
-  place_groups(shared, own);
-  shared.list[threadIdx.x] = own, shared.weight[threadIdx.x] = 0;
-  __syncthreads();
-  const int groups = static_cast<int>(shared.all.count), size = shared.group_tiles;
-  for (int group = threadIdx.x >> 5; group < groups; group += kThreads / 32) {
-    const int row = find_row(p, shared, group);
-    const Sequence& s = shared.list[row];
-    const int begin = s.first_tile + (group - s.first_group) * size, end = min(begin + size, s.last_tile);
-    int sum = 0;
-    for (int tile = begin; tile < end; tile += 32) sum += tile_weight(p, kind, s, tile, end);
-    sum = __reduce_add_sync(~0u, sum);
-    if ((threadIdx.x & 31) == 0) shared.groups[group] = sum, atomicAdd(&shared.weight[row], sum);
-  }
-  __syncthreads();
-}
-
-// The list of sequences with work, their weights, and the sums of both before each.
+// The list of sequences with work, and the tiles before each.
 __device__ void list_sequences(const PlanParams& p, const Kind& kind, Shared& shared) {
-  Sequence own = read_sequence(p, kind, threadIdx.x);
-  const long long length = own.last_tile - own.first_tile;
-  int weight = static_cast<int>(length);
-  if (kind.native_weight) {
-    weigh_rows(p, kind, shared, own);
-    if (threadIdx.x < p.sequences) weight = shared.weight[threadIdx.x];
-  }
-  const Sums before = sum_before(shared, {own.pairs > 0, own.pairs, own.pairs * length, (long long)own.pairs * weight});
-  if (own.pairs > 0) {
-    shared.list[before.count] = own, shared.weight[before.count] = weight;
-    shared.tiles_before[before.count] = before.tiles, shared.weight_before[before.count] = before.weight;
-  }
+  const Sequence own = read_sequence(p, kind, threadIdx.x);
+  const Sums before = sum_before(shared, {own.pairs > 0, own.pairs, own.pairs * (long long)length_of(own)});
+  if (own.pairs > 0) shared.list[before.count] = own, shared.tiles_before[before.count] = before.tiles;
   const int count = static_cast<int>(shared.all.count);
-  if (threadIdx.x == 0)
-    shared.count = count, shared.tiles_before[count] = shared.all.tiles, shared.weight_before[count] = shared.all.weight;
+  if (threadIdx.x == 0) shared.count = count, shared.tiles_before[count] = shared.all.tiles;
   __syncthreads();
-  const bool other = __syncthreads_or(own.pairs > 0 && weight != shared.weight[0]);
+  const bool other = __syncthreads_or(own.pairs > 0 && length_of(own) != length_of(shared.list[0]));
   if (threadIdx.x == 0) shared.uneven = other;
 }
 
@@ -202,34 +110,30 @@ __device__ int choose_ctas(const Kind& kind, const Shared& shared) {
   return wanted;
 }
 
-// The last sequence that begins at or before `weight`.
-__device__ int find_sequence(const Shared& shared, long long weight) {
+// The last sequence that begins at or before tile `tile` of the whole order.
+__device__ int find_sequence(const Shared& shared, long long tile) {
   int low = 0, high = shared.count - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (shared.weight_before[middle] <= weight) low = middle; else high = middle - 1;
+    if (shared.tiles_before[middle] <= tile) low = middle; else high = middle - 1;
   }
   return low;
 }
 
 // Where each range begins.
-__device__ void cut(const PlanParams& p, const Kind& kind, Shared& shared) {
-  const int lane = threadIdx.x & 31, ranges = shared.ranges, count = shared.count;
-  const bool mixed = kind.native_weight != 0;
-  const int step = mixed ? kThreads / 32 : kThreads;
-  for (int c = mixed ? threadIdx.x >> 5 : threadIdx.x; c <= ranges; c += step) {
-    Place place = {shared.tiles_before[count], count, 0, 0};
+__device__ void cut(Shared& shared) {
+  const int ranges = shared.ranges, count = shared.count;
+  for (int c = threadIdx.x; c <= ranges; c += kThreads) {
+    const long long tiles = c < ranges ? shared.all.tiles * c / ranges : shared.all.tiles;
+    Place place = {tiles, count, 0, 0};
     if (c < ranges) {
-      const long long weight = shared.weight_before[count] * c / ranges;
-      const int index = find_sequence(shared, weight), each = shared.weight[index];
-      const Sequence& s = shared.list[index];
-      const long long within = weight - shared.weight_before[index];
-      int offset = static_cast<int>(within % each);
-      if (mixed) offset = tiles_within(p, kind, shared, s, offset);
-      place.index = index, place.pair = static_cast<int>(within / each), place.tile = s.first_tile + offset;
-      place.tiles = shared.tiles_before[index] + (long long)place.pair * (s.last_tile - s.first_tile) + offset;
+      place.index = find_sequence(shared, tiles);
+      const Sequence& s = shared.list[place.index];
+      const long long within = tiles - shared.tiles_before[place.index];
+      place.pair = static_cast<int>(within / length_of(s));
+      place.tile = s.first_tile + static_cast<int>(within % length_of(s));
     }
-    if (!mixed || lane == 0) shared.places[c] = place;
+    shared.places[c] = place;
   }
   __syncthreads();
 }
@@ -245,8 +149,7 @@ __device__ int find_range(const Shared& shared, long long tile) {
 }
 
 __device__ Sharers find_sharers(const Shared& shared, int index, int pair) {
-  const Sequence& s = shared.list[index];
-  const int length = s.last_tile - s.first_tile;
+  const int length = length_of(shared.list[index]);
   const long long first = shared.tiles_before[index] + (long long)pair * length;
   const int range = find_range(shared, first);
   return {range, find_range(shared, first + length - 1) - range + 1};
@@ -254,13 +157,8 @@ __device__ Sharers find_sharers(const Shared& shared, int index, int pair) {
 
 // The pair that the tile `tile` of the whole order belongs to.
 __device__ Place find_pair(const Shared& shared, long long tile) {
-  int low = 0, high = shared.count - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (shared.tiles_before[middle] <= tile) low = middle; else high = middle - 1;
-  }
-  const int length = shared.list[low].last_tile - shared.list[low].first_tile;
-  return {tile, low, static_cast<int>((tile - shared.tiles_before[low]) / length), 0};
+  const int index = find_sequence(shared, tile), length = length_of(shared.list[index]);
+  return {tile, index, static_cast<int>((tile - shared.tiles_before[index]) / length), 0};
 }
 
 __device__ void write_records(const PlanParams& p, const Kind& kind, const Shared& shared, Range* plans) {
@@ -295,6 +193,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) plan(const __grid_cons
   list_sequences(p, kind, shared);
   if (threadIdx.x == 0) shared.ranges = choose_ctas(kind, shared);
   __syncthreads();
-  cut(p, kind, shared);
+  cut(shared);
   write_records(p, kind, shared, reinterpret_cast<Range*>(p.workspace + blockIdx.x * p.kind_bytes));
 }

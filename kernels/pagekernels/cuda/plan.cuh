@@ -4,13 +4,11 @@
 
 // A tile is what a warp takes at a time: 16 tokens of one block (all 8 of a block of 8). A pair is one KV head of one
 // sequence and one run of packed query rows. All tiles of a step lie in one order, (sequence, pair, tile), cut into
-// contiguous ranges of equal weight: CTA c takes range c.
+// contiguous ranges of equal length: CTA c takes range c.
 
 constexpr int kPlanEntries = 32;  // table entries copied into a range's record: its first loads wait for nothing else
 constexpr int kMaxSequences = 1024;
 constexpr int kMaxRanges = 1023;  // boundaries are computed one by a thread of the planner's CTA
-
-constexpr int kFp8Weight = 12;
 
 // A sequence with something to do; those without are not in the list.
 struct Sequence {
@@ -21,7 +19,7 @@ struct Sequence {
   int first_tile;  // tiles [first_tile, last_tile) are visible to some of its query tokens
   int last_tile;
   int pairs;       // KV heads times runs of query rows
-  int first_group; // the planner's own
+  int reserved;
 };
 
 // Ranges [first, first + count) hold tiles of a pair.
@@ -50,7 +48,7 @@ struct Kind {
   int rows;           // packed query rows of a run
   int ctas;           // at most so many, the decode kernel's grid
   int min_items;      // tiles that are worth a CTA
-  int native_weight;  // what a native tile takes where an FP8 tile takes kFp8Weight; 0: all blocks are native, do not look
+  int reserved;
 };
 
 // A kind's part of the workspace: records of ranges, then of sequences, two more of these for the look ahead.

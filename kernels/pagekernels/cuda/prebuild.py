@@ -17,7 +17,7 @@ from pathlib import Path
 from pagekernels.cuda import build
 from pagekernels.cuda.attend import MANY_ROWS, attend_shape
 from pagekernels.cuda.compress import compress_defines
-from pagekernels.cuda.decode_shape import MAX_QUERY_TOKENS, DecodeShape, Tuning, defines, plan_defines
+from pagekernels.cuda.decode_shape import MAX_QUERY_TOKENS, DecodeShape, Tuning, defines
 from pagekernels.cuda.move import move_defines
 from pagekernels.cuda.sampling import LOGITS
 from pagekernels.layout import LAYOUT_SWIZZLED, Format, LayerShape, PagedLayout
@@ -54,7 +54,7 @@ BLOCK_SIZE = 16
 def jobs_of(arch: str) -> Iterator[Job]:
     """Everything that is built ahead for an architecture."""
     yield "move.cu", {}, arch
-    yield "plan.cu", plan_defines(), arch
+    yield "plan.cu", {}, arch
     for number in LOGITS.values():
         yield "sample.cu", {"LOGITS": number}, arch
         yield "sample_cut.cu", {"LOGITS": number}, arch
