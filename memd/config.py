@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from memd.core.fp8 import Fp8, Policy
 from pagepool.listen import Listener, UnixListener, default_socket, parse_listener
 from pagepool.logs import FORMATS, LEVELS
 from pagepool.settings import Loaded, choice, load, parse_device, parse_positive, parse_seconds, parse_size, setting
@@ -17,6 +18,24 @@ def parse_block_size(text: str) -> int:
     if text not in {"8", "16", "32", "64", "128"}:
         raise ValueError("a power of two from 8 to 128")
     return int(text)
+
+
+def parse_count(text: str) -> int:
+    """0 or more. Raises ValueError."""
+    if not text.isascii() or not text.isdigit():
+        raise ValueError("0 or more")
+    return int(text)
+
+
+def parse_share(text: str) -> float:
+    """A share of a whole, between 0 and 1. Raises ValueError."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 < share < 1:
+        raise ValueError("a number between 0 and 1")
+    return share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +83,40 @@ class MemdConfig:
         parse_seconds,
         default=30.0,
     )
+    fp8: str = setting(
+        "which blocks are stored as FP8 blocks, in half the space: off for none, manual for those that CompressBlocks "
+        "names; cold: also those in use by nobody or idle; pressure: those while the pool is full, and if that is not "
+        "enough those of running requests; always: all",
+        choice("off", *Policy),
+        default="off",
+    )
+    fp8_idle: float = setting(
+        "with --fp8 cold: seconds without a word after which a block table is idle", parse_seconds, default=60.0
+    )
+    fp8_keep_recent: int = setting(
+        "no --fp8 but manual compresses the newest so many full blocks of a table, nor its first",
+        parse_count,
+        default=4,
+    )
+    fp8_watermark: float = setting(
+        "with --fp8 pressure: the share of the pool in use from which on it is full, below 1",
+        parse_share,
+        default=0.9,
+    )
+    fp8_step_bytes: int = setting(
+        "bytes of blocks that a worker compresses between two of its steps at most", parse_size, default=4 << 20
+    )
     drain_grace: float = setting("seconds that workers have to detach when memd stops", parse_seconds, default=5.0)
     log_level: str = setting(f"least level to log: {', '.join(LEVELS)}", choice(*LEVELS), default="info")
     log_format: str = setting(f"how to log: {', '.join(FORMATS)}", choice(*FORMATS), default="auto")
+
+
+def fp8_of(config: MemdConfig) -> Fp8 | None:
+    """How the pool has FP8 blocks, if it has any."""
+    if config.fp8 == "off":
+        return None
+    policy, recent = Policy(config.fp8), config.fp8_keep_recent
+    return Fp8(policy, config.fp8_idle, recent, config.fp8_watermark, config.fp8_step_bytes)
 
 
 def load_config(argv: Sequence[str]) -> Loaded[MemdConfig]:

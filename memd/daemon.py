@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from memd.clock import LivenessClock
-from memd.config import MemdConfig, load_config, notify_address
+from memd.config import MemdConfig, fp8_of, load_config, notify_address
 from memd.copying import copier_of
 from memd.core.errors import InvariantError
 from memd.core.pool import Pool
@@ -92,7 +92,8 @@ class Memd:
         self._stop = stop
         self._failure: BaseException | None = None
         epoch = secrets.randbits(64) or 1
-        self.pool = Pool(epoch, config.block_size, slab.size_bytes, config.max_num_blocks, slab.layout_version)
+        cut = (config.block_size, slab.size_bytes, config.max_num_blocks, slab.layout_version)
+        self.pool = Pool(epoch, *cut, fp8=fp8_of(config))
         self.pool.remaps.ack_timeout_s = config.ack_timeout
         if config.geometry is not None:
             self.pool.declare(read_geometry(config.geometry, slab.layout_version))

@@ -21,6 +21,7 @@ from memd.core.operations import (
     Truncate,
 )
 from memd.core.pool import Pool
+from memd.core.recodes import Recoded
 from memd.core.values import (
     BlockView,
     Commit,
@@ -122,6 +123,9 @@ def usage_message(usage: Usage) -> types_pb2.PoolUsage:
         quarantined_blocks=usage.quarantined,
         pinned_blocks=usage.pinned,
         reserve_blocks=usage.reserve,
+        split_blocks=usage.split,
+        fp8_blocks=usage.fp8,
+        kept_blocks=usage.kept,
     )
 
 
@@ -148,6 +152,8 @@ def block_message(view: BlockView) -> types_pb2.Block:
         pinned=view.pinned,
         kept_for=to_duration(view.kept_s) if view.kept_s else None,
         more_holders=view.more_holders,
+        k_error=view.errors[0],
+        v_error=view.errors[1],
     )
 
 
@@ -217,6 +223,7 @@ def step_from(message: worker_service_pb2.Step) -> Step:
                 partial=request.partial,
                 wait_for_prefix=request.wait_for_prefix,
                 num_yields=request.num_yields,
+                exact=request.exact,
             )
             for request in message.creates
         ],
@@ -227,6 +234,7 @@ def step_from(message: worker_service_pb2.Step) -> Step:
             ReserveRequest(one.num_blocks, one.num_tables, one.ref, one.for_table_id) for one in message.reserves
         ],
         acknowledged=message.acknowledged,
+        recodings=[Recoded(one.sequence, one.errors, one.failed) for one in message.recodings],
     )
 
 

@@ -39,22 +39,32 @@ class RequestMemory:
 
         Raises INVALID_FIELD for a long id, REQUEST_ID_REUSED for the id of another request.
         """
+        if (known := self.find(request_id, request, now)) is not None:
+            return known  # type: ignore[return-value]  # the question names the type
+        answer = call()
+        self.keep(request_id, request, now, answer)
+        return answer
+
+    def find(self, request_id: str, request: Message, now: float) -> Message | None:
+        """The answer that was kept for the same request; raises as `once` does."""
         if not request_id:
-            return call()
+            return None
         if len(request_id.encode()) > MAX_ID_BYTES:
             raise invalid_field("request_id", request_id, f"at most {MAX_ID_BYTES} bytes", "use a UUID")
         self._forget(now)
-        question = (request.DESCRIPTOR.full_name, request.SerializeToString(deterministic=True))
         if (entry := self._entries.get(request_id)) is None:
-            answer = call()
-            self._remember(request_id, _Entry(question, answer, now + KEEP_S, answer.ByteSize() + len(question[1])))
-            return answer
-        if entry.question != question:
+            return None
+        if entry.question != _question(request):
             message = f"request_id {request_id!r} was that of another request; give every request an id of its own"
             raise PagepoolError(Reason.REQUEST_ID_REUSED, message, field="request_id", request_id=request_id)
-        return entry.answer  # type: ignore[return-value]  # the question names the type
+        return entry.answer
 
-    def _remember(self, request_id: str, entry: _Entry) -> None:
+    def keep(self, request_id: str, request: Message, now: float, answer: Message) -> None:
+        """Remember the answer to a request, unless it has no id."""
+        if not request_id or request_id in self._entries:
+            return
+        question = _question(request)
+        entry = _Entry(question, answer, now + KEEP_S, answer.ByteSize() + len(question[1]))
         self._entries[request_id] = entry
         self._bytes += entry.size
         while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
@@ -66,3 +76,7 @@ class RequestMemory:
 
     def _drop_oldest(self) -> None:
         self._bytes -= self._entries.popitem(last=False)[1].size
+
+
+def _question(request: Message) -> tuple[str, bytes]:
+    return request.DESCRIPTOR.full_name, request.SerializeToString(deterministic=True)

@@ -14,6 +14,7 @@ from memd import limits, messages, paging
 from memd.copying import Copier
 from memd.core.pool import Pool
 from memd.core.values import TableRequest
+from memd.recoding import recode
 from memd.requests import RequestMemory
 from memd.sessions import Sessions, draining_error
 from pagepool.durations import to_seconds, to_timestamp
@@ -174,6 +175,18 @@ class PoolService:
 
         return self._changing(request, call)
 
+    async def compress_blocks(self, request: pb.CompressBlocksRequest, _context: Any) -> pb.CompressBlocksResponse:
+        """Blocks stored as FP8 blocks."""
+        self._require_may_change(request)
+        return await recode(self._life, request, self._pool.compression.compress, pb.CompressBlocksResponse)
+
+    async def decompress_blocks(
+        self, request: pb.DecompressBlocksRequest, _context: Any
+    ) -> pb.DecompressBlocksResponse:
+        """Blocks stored in the native format."""
+        self._require_may_change(request)
+        return await recode(self._life, request, self._pool.compression.decompress, pb.DecompressBlocksResponse)
+
     async def create_block_table(
         self, request: pb.CreateBlockTableRequest, _context: Any
     ) -> pb.CreateBlockTableResponse:
@@ -181,7 +194,9 @@ class PoolService:
 
         def call(now: float) -> pb.CreateBlockTableResponse:
             limits.require_few(request.num_blocks)
-            asked = TableRequest(request.token_ids, request.num_blocks, request.salt, request.priority)
+            asked = TableRequest(
+                request.token_ids, request.num_blocks, request.salt, request.priority, exact=request.exact
+            )
             view = self._pool.create_table(request.lease_id, asked, now)
             return pb.CreateBlockTableResponse(block_table=messages.table_message(view))
 
@@ -255,15 +270,18 @@ class PoolService:
 
     def _changing(self, request: Any, call: Callable[[float], Answer]) -> Answer:
         """One command: refused on a read-only listener or of another epoch, remembered by its request id."""
-        if self._read_only:
-            raise read_only_error(request.DESCRIPTOR.name.removesuffix("Request"))
+        self._require_may_change(request)
         now, named = self._life.clock(), request.DESCRIPTOR.fields_by_name
-        if "epoch" in named:
-            self._pool.require_epoch(request.epoch)
         request_id = request.request_id if "request_id" in named else ""
         answer = self._life.requests.once(request_id, request, now, lambda: call(now))
         self._life.sessions.publish()
         return answer
+
+    def _require_may_change(self, request: Any) -> None:
+        if self._read_only:
+            raise read_only_error(request.DESCRIPTOR.name.removesuffix("Request"))
+        if "epoch" in request.DESCRIPTOR.fields_by_name:
+            self._pool.require_epoch(request.epoch)
 
     def _require_epoch_if_given(self, epoch: int) -> None:
         if epoch:

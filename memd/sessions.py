@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import structlog
@@ -12,11 +12,13 @@ import structlog
 from memd.core.errors import lease_lost
 from memd.core.lease import Remap
 from memd.core.pool import Pool
+from memd.core.recodes import Recode, RecodeNews
 from memd.core.values import LeaseState, LeaseView
 from pagepool.durations import to_duration
 from pagepool.errors import PagepoolError, Reason
 from pagepool.handlers import Stream
 from pagepool.memd.v1.worker_service_pb2 import AttachResponse, Capacity, Drain, Victim
+from pagepool.memd.v1.worker_service_pb2 import Recode as RecodeMessage
 from pagepool.memd.v1.worker_service_pb2 import Remap as RemapMessage
 
 MAX_UNSENT = 64
@@ -139,6 +141,7 @@ class Sessions:
         self._by_lease: dict[int, Session] = {}
         self._nobody = asyncio.Event()
         self._nobody.set()
+        self._unfinished: dict[Recode, asyncio.Future[None]] = {}
         self.draining = False
 
     def open(self, session: Session) -> None:
@@ -170,12 +173,30 @@ class Sessions:
             if (session := self._by_lease.get(lease_id)) is not None:
                 for one in news:
                     session.tell(remap_message(one))
+        self._publish_recodes()
         for lease_id, table_id in self._pool.victims.take_news():
             if (session := self._by_lease.get(lease_id)) is not None:
                 session.tell(AttachResponse(victim=Victim(table_id=table_id)))
-        for lease_id, available in self._pool.take_capacity_news():
+        for lease_id, available in self._pool.waiting.take_news():
             if (session := self._by_lease.get(lease_id)) is not None:
                 session.tell(AttachResponse(capacity=Capacity(available_blocks=available)))
+
+    def _publish_recodes(self) -> None:
+        compression = self._pool.compression
+        for lease_id in compression.leases_with_news():
+            if (session := self._by_lease.get(lease_id)) is not None:  # else told when there is a stream again
+                for one in compression.take_news(lease_id):
+                    session.tell(recode_message(one))
+        for recode in compression.take_finished():
+            if (future := self._unfinished.pop(recode, None)) is not None:
+                future.set_result(None)
+
+    async def finished(self, recodes: Sequence[Recode]) -> None:
+        """Waits until all of these are over."""
+        loop = asyncio.get_running_loop()
+        futures = [self._unfinished.setdefault(one, loop.create_future()) for one in recodes if not one.is_over]
+        if futures:
+            await asyncio.wait(futures)
 
     def tick(self) -> None:
         """Ends what is late and returns what belonged to processes that are gone."""
@@ -249,6 +270,11 @@ def remap_message(news: Remap) -> AttachResponse:
             old_block_id=news.old_block_id,
         )
     )
+
+
+def recode_message(news: RecodeNews) -> AttachResponse:
+    """Tells a worker what to store in another format."""
+    return AttachResponse(recode=RecodeMessage(sequence=news.sequence, sources=news.sources, targets=news.targets))
 
 
 async def _within(seconds: float, waiting: Awaitable[Any]) -> bool:

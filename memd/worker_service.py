@@ -88,6 +88,7 @@ class WorkerService:
         attached = self.pool.attach(hello.worker_name, hello.lock_file, timeout_s, now, reclaim)
         if hello.takes_remaps:
             self.pool.remaps.listen(attached.lease.lease_id, now)
+        self.pool.compression.listen(attached.lease.lease_id, now, takes_recodes=hello.takes_recodes)
         return attached
 
     def _welcome(self, lease_id: int, *, reclaimed: bool) -> pb.AttachResponse:
@@ -102,6 +103,7 @@ class WorkerService:
             unit_bytes=self.pool.unit_bytes,
             num_blocks=self.pool.num_blocks,
             slabs=[self.terms.slab],
+            fp8=self.pool.fp8 is not None,
         )
         return pb.AttachResponse(welcome=welcome)
 
@@ -114,7 +116,7 @@ class WorkerService:
             raise
         except PagepoolError as error:
             if error.reason in _BREAKS_LEASE:
-                self.pool.fail_lease(session.lease_id)
+                self.pool.fail_lease(session.lease_id, self.clock())
             raise
 
     async def _serve_messages(self, session: Session, stream: Stream) -> None:

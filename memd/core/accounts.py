@@ -10,7 +10,8 @@ class Usage:
     """Blocks by what they are doing; the classes add up to `total`, all 0 before the pool is cut.
 
     `pinned` counts those of the cached ones that cannot be evicted now, `reserve` those of the held ones that workers
-    have in reserve.
+    have in reserve. `split` of all these places are split, and have `fp8` FP8 blocks in them. `kept`
+    of them are kept back, to compress to: a class like the first ones.
     """
 
     total: int
@@ -20,6 +21,9 @@ class Usage:
     quarantined: int
     pinned: int = 0
     reserve: int = 0
+    split: int = 0
+    fp8: int = 0
+    kept: int = 0
 
     @property
     def available(self) -> int:
@@ -42,3 +46,6 @@ class Counters:
     merged_blocks: int = 0
     remaps: int = 0
     prefix_pending_requests: int = 0
+    compressed_blocks: int = 0
+    decompressed_blocks: int = 0
+    blocks_over_error: int = 0

@@ -57,7 +57,7 @@ class Admission:
     def _create(self, lease: Lease, request: TableRequest, packed: bytes, now: float) -> Grant | Refusal:
         store, suspended = self._state.cut_store(), lease.tables.get(request.resume_table_id)
         if suspended is not None and suspended.kept is not None:
-            request, packed = replace(request, salt=suspended.salt), suspended.kept
+            request, packed = replace(request, salt=suspended.salt, exact=suspended.exact), suspended.kept
         asker = self._creator(lease, request, suspended, now)
         headroom = request.headroom if request.headroom and self._state.is_in_use() else 0
         plan = self._state.plan(request, packed, self._waiting.claimed_before(asker) + headroom)

@@ -32,8 +32,8 @@ class HeldApart:
         if self._frames is None and sum(map(_most, leases)) <= room:  # mostly; counting takes time with what they hold
             return 0
         if self._frames is None:
-            self._frames = set().union(*map(_frames, leases))
-        held = len(self._frames) - sum(frame in self._frames for frame in plan.matched)
+            self._frames = set(map(store.units.frame_at, set().union(*map(_places, leases))))
+        held = len(self._frames) - len(self._frames.intersection(map(store.units.frame_at, plan.matched)))
         return held if held > room else 0
 
 
@@ -44,10 +44,12 @@ def _is_apart(lease: Lease) -> bool:
 def _most(lease: Lease) -> int:
     """No fewer blocks than it holds: those that several of its tables have are counted with each."""
     direct = len(lease.references) + len(lease.copy_sources) + len(lease.remaps)
+    direct += sum(len(recode.sources) + len(recode.targets) for recode in lease.recodes)
     return direct + sum(len(table.frames) for table in lease.tables.values())
 
 
-def _frames(lease: Lease) -> set[int]:
+def _places(lease: Lease) -> set[int]:
     tables = (table.frames for table in lease.tables.values())
     unread = [one.frame for one in lease.remaps]
-    return set(lease.references).union(lease.copy_sources.values(), unread, *tables)
+    recoded = [place for recode in lease.recodes for place in (*recode.sources, *recode.targets)]
+    return set(lease.references).union(lease.copy_sources.values(), unread, recoded, *tables)

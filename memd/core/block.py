@@ -81,6 +81,9 @@ class Blocks:
     parents     of a sealed block: the prefix identity of the block before it, 0 for the first of a table
     digests     of a sealed block: its content digest, chained over its prefix
     salts       of a sealed first block with a salt: the salt
+    lossy       whether it, or what it was computed from, was ever stored lossily: it is not exact
+    k_errors    what it loses, or would lose, as an FP8 block, as far as it was tried: PagedOps.compress_blocks' errors
+    v_errors    of K and of V; 0 if not
 
     `order` has the ids of all blocks, and some of blocks that are gone, rising: so a list can begin anywhere.
     """
@@ -91,7 +94,10 @@ class Blocks:
         "frame_of",
         "holders",
         "ids",
+        "k_errors",
+        "lossy",
         "next_id",
+        "num_lossy",
         "num_tokens",
         "order",
         "parents",
@@ -99,6 +105,7 @@ class Blocks:
         "salts",
         "tokens",
         "touched",
+        "v_errors",
     )
 
     def __init__(self, num_frames: int, block_size: int) -> None:
@@ -115,6 +122,10 @@ class Blocks:
         self.parents = array("Q", [0]) * num_frames
         self.digests = [b""] * num_frames
         self.salts: dict[int, bytes] = {}
+        self.lossy = bytearray(num_frames)
+        self.num_lossy = 0
+        self.k_errors = array("f", [0.0]) * num_frames
+        self.v_errors = array("f", [0.0]) * num_frames
 
     def occupy(self, frames: Sequence[int], holders: tuple[int, ...], now: float) -> None:
         """Begin a new, empty block in each of these frames, with these few holders."""
@@ -138,10 +149,31 @@ class Blocks:
         del self.frame_of[self.ids[frame]]
         self.ids[frame] = 0
         self.num_tokens[frame] = 0
+        self.note_lossy(frame, lossy=False)
+        self.note_errors(frame, (0.0, 0.0))
         if self.prefixes[frame]:
             self.prefixes[frame] = self.parents[frame] = 0
             self.digests[frame] = b""
             self.salts.pop(frame, None)
+
+    def note_lossy(self, frame: int, *, lossy: bool) -> None:
+        """Say whether the block in a frame is lossy."""
+        self.num_lossy += lossy - self.lossy[frame]
+        self.lossy[frame] = lossy
+
+    def note_errors(self, frame: int, errors: tuple[float, float]) -> None:
+        """Say what the block in a frame loses as an FP8 block, in K and in V."""
+        self.k_errors[frame], self.v_errors[frame] = errors
+
+    def errors(self, frame: int) -> tuple[float, float]:
+        """What is known of that."""
+        return self.k_errors[frame], self.v_errors[frame]
+
+    def swap_ids(self, one: int, other: int) -> None:
+        """Each of two blocks is known by the other's id from now on."""
+        ids = self.ids
+        ids[one], ids[other] = ids[other], ids[one]
+        self.frame_of[ids[one]], self.frame_of[ids[other]] = one, other
 
     def references(self, frame: int) -> Mapping[int, int]:
         """How many references each holder of a block has; only to be read."""
@@ -224,6 +256,8 @@ class Blocks:
         size = num_tokens * TOKEN_BYTES
         self.tokens[end : end + size] = self.tokens[first : first + size]
         self.num_tokens[target] = num_tokens
+        if num_tokens:
+            self.note_lossy(target, lossy=bool(self.lossy[source]))
         if self.prefixes[source] and num_tokens == self.block_size:
             self.prefixes[target], self.parents[target] = self.prefixes[source], self.parents[source]
             self.digests[target] = self.digests[source]

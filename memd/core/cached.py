@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from memd.core.allocator import FrameQueue, Links
 from memd.core.errors import InvariantError
+from memd.core.units import SplitFrames
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +24,21 @@ class Retention:
 
 
 class CachedFrames:
-    """Frames of sealed blocks that nobody refers to, and the retention of those that have one, referred to or not."""
+    """Frames of sealed blocks that nobody refers to, and the retention of those that have one, referred to or not.
 
-    __slots__ = ("_common", "_links", "_pinned", "_queues", "_spare", "kept", "num_pinned_kept")
+    Blocks are named by their places. A split frame is queued when nobody refers to any block in it, from then on, and
+    as strongly kept as any of these; it is emptied as a whole.
+    """
 
-    def __init__(self, links: Links) -> None:
-        self._links = links
+    __slots__ = ("_common", "_links", "_pinned", "_queues", "_spare", "_units", "kept", "num_pinned_kept")
+
+    def __init__(self, links: Links, units: SplitFrames) -> None:
+        self._links, self._units = links, units
         self._common = FrameQueue(links)
         self._queues = {0: self._common}  # by priority, none empty but the common one
         self._spare: list[FrameQueue] = []
         self._pinned = FrameQueue(links)
-        self.kept: dict[int, Retention] = {}
+        self.kept: dict[int, Retention] = {}  # by place
         self.num_pinned_kept = 0
 
     def __len__(self) -> int:
@@ -59,30 +64,54 @@ class CachedFrames:
         """Cached frames that cannot be popped."""
         return len(self._pinned)
 
-    def is_pinned(self, frame: int) -> bool:
+    def is_pinned(self, place: int) -> bool:
         """Whether a block, cached or not, is pinned."""
-        return frame in self.kept and self.kept[frame].pinned
+        return place in self.kept and self.kept[place].pinned
 
-    def append(self, frame: int) -> None:
+    def retention_of(self, frame: int) -> Retention | None:
+        """How a frame is kept: as its block is, or as strongly as any of those in it."""
+        if frame not in self._units:
+            return self.kept.get(frame)
+        said = [self.kept[place] for place in self._units.blocks_in(frame) if place in self.kept]
+        if not said:
+            return None
+        until = max(one.until for one in said)
+        return Retention(max(one.priority for one in said), any(one.pinned for one in said), until)
+
+    def append(self, place: int) -> None:
         """A block was released just now."""
+        if not self._units.is_unit(place):
+            self.append_whole(place)
+        elif self._units.rest(place):
+            self.append_whole(self._units.frame_of(place))
+
+    def append_whole(self, frame: int) -> None:
+        """Nobody refers to what is in a frame, which is in no queue."""
         (self._queue_of(frame) if self.kept else self._common).append(frame)
 
-    def remove(self, frame: int) -> None:
-        """Take a cached frame out, wherever it stands."""
+    def remove(self, place: int) -> None:
+        """Somebody refers to a cached block again, or it goes."""
+        if not self._units.is_unit(place):
+            self.remove_whole(place)
+        elif self._units.wake(place):
+            self.remove_whole(self._units.frame_of(place))
+
+    def remove_all(self, places: Sequence[int]) -> None:
+        """As `remove`, for each of these places, each named once."""
+        if self.kept or self._units:
+            for place in places:
+                self.remove(place)
+        else:
+            self._common.remove_all(places)
+
+    def remove_whole(self, frame: int) -> None:
+        """Take a frame out of its queue."""
         if not self.kept:
             self._common.remove(frame)
             return
         self._queue_of(frame).remove(frame)
-        if frame in self.kept:
-            self._close_if_empty(self.kept[frame].priority)
-
-    def remove_all(self, frames: Sequence[int]) -> None:
-        """As `remove`, for each of these frames, each named once."""
-        if not self.kept:
-            self._common.remove_all(frames)
-            return
-        for frame in frames:
-            self.remove(frame)
+        if (retention := self.retention_of(frame)) is not None:
+            self._close_if_empty(retention.priority)
 
     def pop(self) -> int:
         """Take out the frame to be evicted first."""
@@ -102,7 +131,7 @@ class CachedFrames:
             self.num_pinned_kept += retention.pinned
 
     def _queue_of(self, frame: int) -> FrameQueue:
-        retention = self.kept.get(frame)
+        retention = self.retention_of(frame)
         if retention is None:
             return self._queues[0]
         if retention.pinned:

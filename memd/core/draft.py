@@ -157,6 +157,7 @@ class Draft:
         if table is None:
             origin = draft.origin
             table = Table(table_id, self._lease.lease_id, origin.salt, origin.priority, now, arrival=origin.arrival)
+            table.exact = origin.exact
             table.yields = origin.yields
             self._state.tables[table_id] = self._lease.tables[table_id] = table
         table.frames = draft.frames

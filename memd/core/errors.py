@@ -92,6 +92,60 @@ def block_not_sealed(block_id: int) -> PagepoolError:
     return PagepoolError(Reason.BLOCK_NOT_SEALED, message, block_id=block_id)
 
 
+def block_unfinished(block_id: int) -> PagepoolError:
+    """A block is to be compressed that is still written."""
+    message = f"block {block_id} is not sealed: only full blocks are compressed; wait until it is full"
+    return PagepoolError(Reason.BLOCK_NOT_SEALED, message, block_id=block_id)
+
+
+def block_fixed(block_id: int, holder: str) -> PagepoolError:
+    """A block is to move that a worker reads which cannot be told."""
+    message = (
+        f"block {block_id} cannot move: worker {holder!r} has it in a table, and does not take remaps; "
+        "nothing was compressed: wait until it has released the table, or attach it anew with takes_remaps"
+    )
+    return PagepoolError(Reason.BLOCK_FIXED, message, block_id=block_id, holder=holder)
+
+
+def block_moving(block_id: int) -> PagepoolError:
+    """A block is to move that has just been left by tables whose workers may still read it."""
+    message = (
+        f"block {block_id} cannot move: it is just being stored elsewhere, or tables have another one in its place now "
+        "and their workers may still read it; nothing was changed: call again in a moment"
+    )
+    return PagepoolError(Reason.BLOCK_MOVING, message, block_id=block_id)
+
+
+def block_wanted_exact(block_id: int, table_id: int) -> PagepoolError:
+    """A block is to be stored lossily that a table wants exact."""
+    message = (
+        f"block {block_id} is in block table {table_id}, whose request wants exact KV; nothing was compressed: wait "
+        "until the table is released"
+    )
+    return PagepoolError(Reason.BLOCK_WANTED_EXACT, message, block_id=block_id, table_id=table_id)
+
+
+def block_compressed(block_id: int, num_tokens: int, block_size: int) -> PagepoolError:
+    """A table is to end within an FP8 block, of which memd cannot copy a part."""
+    message = (
+        f"num_tokens {num_tokens} lies within block {block_id}, an FP8 block, of which only a worker can copy a part; "
+        f"nothing was changed: truncate to a multiple of {block_size}, or call DecompressBlocks first"
+    )
+    return PagepoolError(Reason.BLOCK_COMPRESSED, message, block_id=block_id, num_tokens=num_tokens)
+
+
+def fp8_off() -> PagepoolError:
+    """A block is to be compressed in a pool without FP8 blocks."""
+    message = "--fp8 is off, so every block of this pool stays as it is; start memd with another --fp8"
+    return PagepoolError(Reason.COMPRESSION_OFF, message)
+
+
+def no_worker(why: str = "no worker that can do it is attached") -> PagepoolError:
+    """There is nobody to compute, or was not for long enough."""
+    message = f"blocks were not stored in another format: {why}; memd computes nothing itself: call again with one"
+    return PagepoolError(Reason.NO_WORKER, message, why=why)
+
+
 def table_not_found(table_id: int) -> PagepoolError:
     """No such table now."""
     message = f"block table {table_id} does not exist: it was released, or never existed; create another"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from memd.core.recodes import Recode
 from memd.core.replay import Answers
 from memd.core.table import Table
 from memd.core.values import LeaseState, LeaseView
@@ -36,10 +37,14 @@ class Remap:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """A Remap that a worker has not acknowledged, and the frame of the old block, which it may still read."""
+    """A Remap that a worker has not acknowledged, and the place that it may still read, with the block that is there.
+
+    Where a block itself has moved, what it left behind has another id.
+    """
 
     remap: Remap
     frame: int
+    block_id: int
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +73,11 @@ class Lease:
     last_told: int = 0  # of the Remaps, on this stream
     ack_deadline: float = float("inf")  # for the first of `remaps`
     is_fenced: bool = False
+    takes_recodes: bool = False
+    recodes: deque[Recode] = field(default_factory=deque)
+    last_recode: int = 0  # its sequence
+    last_recode_told: int = 0  # on this stream
+    recode_deadline: float = float("inf")  # for the first of `recodes`
     stepped: float = 0.0  # when its last step came, or it attached
 
     @property
@@ -87,13 +97,18 @@ class Lease:
     @property
     def due(self) -> float:
         """When it is late unless it is heard; without a stream nothing can be acknowledged."""
-        return min(self.deadline, self.ack_deadline) if self.state is LeaseState.LIVE else self.deadline
+        if self.state is not LeaseState.LIVE:
+            return self.deadline
+        return min(self.deadline, self.ack_deadline, self.recode_deadline)
 
     def why_late(self, now: float) -> str:
         """What it has failed to do."""
         if now >= self.deadline:
             return f"nothing was heard from its worker for {self.ttl_s:g} s"
-        waiting = f"Remap {self.remaps[0].remap.sequence} was not acknowledged within --ack-timeout"
+        if now >= self.ack_deadline:
+            waiting = f"Remap {self.remaps[0].remap.sequence} was not acknowledged within --ack-timeout"
+        else:
+            waiting = f"Recode {self.recodes[0].sequence} was not answered within --ack-timeout"
         return f"{waiting}, so its worker hangs in a step; give memd a longer one if its steps take so long"
 
     def renew(self, now: float) -> None:

@@ -9,8 +9,12 @@ from memd.core import check, errors, views
 from memd.core.accounts import Counters, Usage
 from memd.core.admission import Admission
 from memd.core.clients import ClientLeases
+from memd.core.compression import Compression
+from memd.core.deadlines import Deadlines
+from memd.core.fp8 import Fp8
 from memd.core.geometry import Geometry, require_device, require_equal
 from memd.core.pins import PrefixPins
+from memd.core.policy import Compressor
 from memd.core.remaps import Remaps
 from memd.core.sharing import Sharing
 from memd.core.state import PoolState
@@ -20,7 +24,6 @@ from memd.core.values import (
     BlockRun,
     BlockState,
     BlockView,
-    LeaseState,
     LeaseView,
     Step,
     StepOutcome,
@@ -43,7 +46,8 @@ class Pool:
     reason that the protos list for it and changes nothing but counters and what time has ended. `now` is seconds on one
     monotonic clock of the caller. Ids rise and are never used twice; leases and tables share one sequence of ids.
     Allocation takes blocks never used, then the one freed longest ago, then evicts the cached one released longest ago,
-    by priority. `layout_version` is the byte order of the slab's memory. InvariantError means a bug: stop the daemon.
+    by priority. `layout_version` is the byte order of the slab's memory. With `fp8` blocks can be compressed.
+    InvariantError means a bug: stop the daemon.
     """
 
     def __init__(
@@ -53,21 +57,28 @@ class Pool:
         slab_bytes: int,
         max_num_blocks: int | None = None,
         layout_version: int = LAYOUT_LINEAR,
+        *,
+        fp8: Fp8 | None = None,
     ) -> None:
         if max_num_blocks is not None and max_num_blocks < 1:
             raise invalid_field("--max-num-blocks", max_num_blocks, "at least 1", "leave it out for the whole slab")
         self.slab_bytes = slab_bytes
         self.max_num_blocks = max_num_blocks
         self.layout_version = layout_version
+        self.fp8 = fp8
         self._state = PoolState(epoch, block_size)
-        self._waiting = Waiting(self._state)
+        self.waiting = Waiting(self._state)
         self.victims = Victims(self._state)
-        self._clients = ClientLeases(self._state, self._waiting)
+        self._clients = ClientLeases(self._state, self.waiting)
         self.sharing = Sharing(self._state, self._clients)
         self.prefixes = PrefixPins(self._state)
-        self._workers = WorkerLeases(self._state, self._waiting)
+        self._workers = WorkerLeases(self._state, self.waiting)
+        self.deadlines = Deadlines(self._state, self._clients, self._workers)
         self.remaps = Remaps(self._state)
-        self._stepper = Stepper(self._state, Admission(self._state, self._waiting, self.victims), self.remaps)
+        self.compression = Compression(self._state, self._clients, self.remaps, is_on=fp8 is not None)
+        self.compressor = Compressor(self._state, self.waiting, self.compression, fp8)
+        admission = Admission(self._state, self.waiting, self.victims)
+        self._stepper = Stepper(self._state, admission, self.remaps, self.compression)
 
     # -- what it is
 
@@ -99,7 +110,7 @@ class Pool:
     @property
     def num_blocks(self) -> int:
         """Blocks of the native format in the whole pool; 0 until it is cut."""
-        return self._state.store.num_blocks if self._state.store else 0
+        return self._state.num_blocks
 
     @property
     def num_leases(self) -> int:
@@ -135,7 +146,7 @@ class Pool:
         if self._state.geometry is not None:
             require_equal(self._state.geometry, geometry)
         else:
-            self._state.cut(geometry, self.slab_bytes, self.max_num_blocks)
+            self._state.cut(geometry, self.slab_bytes, self.max_num_blocks, self.fp8)
 
     # -- client leases
 
@@ -208,7 +219,9 @@ class Pool:
         """Apply a batch and renew the lease. After a PROTOCOL_VIOLATION call `fail_lease`; nothing was applied."""
         lease = self._workers.find(lease_id, now)
         lease.renew(now)
-        outcome = self._stepper.apply(lease, step, now)
+        num_unread, outcome = len(lease.remaps), self._stepper.apply(lease, step, now)
+        if step.recodings or len(lease.remaps) < num_unread:
+            self.compressor.run(now)
         if lease.replaying:
             self.victims.tell_granted_again(lease, outcome.grants)
         return self._changed(outcome)
@@ -223,9 +236,9 @@ class Pool:
         self._workers.end(self._workers.find(lease_id, now), now)
         self._state.version += 1
 
-    def fail_lease(self, lease_id: int) -> None:
+    def fail_lease(self, lease_id: int, now: float) -> None:
         """Make a worker's lease LOST because it broke the protocol. Ignored if it has ended."""
-        self._workers.fail(lease_id)
+        self._workers.fail(lease_id, now)
 
     def process_gone(self, lease_id: int, now: float) -> None:
         """The lock of a DETACHED or LOST lease was found free: release all that it holds. Ignored if it is LIVE."""
@@ -236,28 +249,15 @@ class Pool:
         """(lease id, lock file) of the workers whose process may be gone: probe these."""
         return self._workers.waiting()
 
-    def take_capacity_news(self) -> list[tuple[int, int]]:
-        """(lease id, available blocks) of the live workers to be told that asking again makes sense; each once."""
-        return self._waiting.take_news()
-
     # -- time
 
     def tick(self, now: float) -> list[LeaseView]:
         """End leases, pins, claims and waits whose time is over. Of the leases, returned, workers' are LOST now."""
         self.prefixes.tick(now)
         self._workers.tick(now)
-        self._waiting.expire(now)
-        late = [lease for lease in self._state.leases.values() if lease.is_late(now)]
-        for lease in late:
-            if lease.is_worker:
-                self._workers.lose(lease, lease.why_late(now))
-            else:
-                self._clients.expire(lease, now)
-        return [lease.view() for lease in late]
-
-    def next_deadline(self) -> float | None:
-        """When `tick` has something to do, if nobody renews before; None if no lease can be late."""
-        return min((one.due for one in self._state.leases.values() if one.state is not LeaseState.LOST), default=None)
+        self.waiting.expire(now)
+        self.compressor.run(now)
+        return self.deadlines.end_late(now)
 
     # -- queries: never change anything
 
@@ -290,8 +290,8 @@ class Pool:
         return views.tables_after(self._state, table_id, limit, now)
 
     def check(self) -> None:
-        """Verify the invariant that memd.core.check states; raises InvariantError. Takes time with the pool's size."""
-        check.check(self._state, self._waiting)
+        """Verify the invariant that memd.core.check states; raises InvariantError."""
+        check.check(self._state, self.waiting)
         self.prefixes.check()
 
     def _changed(self, result: T) -> T:

@@ -103,15 +103,22 @@ class Remaps:
     def merge(self, sealed: Iterable[tuple[int, int]], now: float) -> None:
         """Give up each of these just sealed (frame, index in its tables) for an equal block in the index.
 
-        Of two equal blocks the exact one stays, then the nearer one: so far all are exact and on the device. Then the
-        one in the index stays, which others may be matching.
+        Of two equal blocks the exact one stays, then the nearer one: so far all are on the device. Then the one in the
+        index stays, which others may be matching.
         """
         store = self._state.cut_store()
         blocks, frames = store.blocks, store.index.frames
         for frame, index in sealed:
             twin = frames.get(blocks.digests[frame], frame)
             # Operations of the same step may have released it, and what the index has then is itself or nothing.
-            if twin != frame and blocks.prefixes[twin] == blocks.prefixes[frame] and self.move(frame, twin, index, now):
+            if twin == frame or blocks.prefixes[twin] != blocks.prefixes[frame]:
+                continue
+            stays, goes = (frame, twin) if blocks.lossy[twin] and not blocks.lossy[frame] else (twin, frame)
+            if goes in store.cached.kept:
+                continue
+            if not blocks.holders[goes]:
+                store.supersede(goes, stays)
+            elif self.move(goes, stays, index, now):
                 self._state.counters.merged_blocks += 1
 
     def move(self, source: int, target: int, index: int, now: float) -> bool:
@@ -135,9 +142,32 @@ class Remaps:
             table.frames[index] = target
             if lease.is_worker and not lease.is_fenced:
                 remap = Remap(lease.last_remap + 1, table.table_id, index, old_id, new_id, entry)
-                self._tell(lease, Unread(remap, source), now)
+                self._tell(lease, Unread(remap, source, old_id), now)
             store.release(source, table.table_id, now)
         return True
+
+    def follow(self, holder: int, places: tuple[int, int], count: int, now: float) -> None:
+        """A block has moved from one place to another: so do these references of a holder, but a worker's own.
+
+        What a worker is still to copy, or may still read since its tables moved on, it has at the old place. Its tables
+        must take remaps.
+        """
+        (source, target), state, store = places, self._state, self._state.cut_store()
+        table = state.tables.get(holder)
+        lease = state.leases[holder if table is None else table.lease_id]
+        if count < 1 or (table is None and lease.is_worker):
+            return
+        store.hold_counted({target: count}, holder, now)
+        if table is None:
+            lease.references[target] = lease.references.pop(source)
+        else:
+            index = table.frames.index(source)
+            table.frames[index] = target
+            if lease.is_worker and not lease.is_fenced:
+                block_id, left = store.blocks.ids[target], store.blocks.ids[source]
+                remap = Remap(lease.last_remap + 1, holder, index, block_id, block_id, store.entry(target))
+                self._tell(lease, Unread(remap, source, left), now)
+        store.release_counted({source: count}, holder, now)
 
     def _tell(self, lease: Lease, unread: Unread, now: float) -> None:
         lease.last_remap = unread.remap.sequence

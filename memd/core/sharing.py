@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memd.core import views
+from memd.core import errors, views
 from memd.core.clients import ClientLeases
 from memd.core.draft import Draft
 from memd.core.operations import Fork, Truncate
 from memd.core.pending import Move
 from memd.core.state import PoolState
+from memd.core.store import BlockStore
 from memd.core.values import BlockCopy, BlockRun, TableView
 from pagepool.errors import invalid_field
 
@@ -59,6 +60,7 @@ class Sharing:
             raise invalid_field("num_tokens", num_tokens, limit, "read GetBlockTable")
         draft, block_id = Draft(self._state, lease, {}), 0
         if draft.must_copy(table_id, num_tokens):
+            self._require_native(store, table.frames[num_tokens // self._state.block_size], num_tokens)
             self._clients.require(store, 1, 1, self._clients.spare())
             (frame,) = store.grant(1, (lease_id,), now)
             lease.references[frame] = 1
@@ -79,9 +81,11 @@ class Sharing:
         for frame in frames:
             self._clients.require_readable(lease, frame)
         sources = list(dict.fromkeys(frames))
+        num_units = sum(map(store.units.is_unit, frames))
+        fresh = count - num_units + store.units.frames_for(num_units)
         spare = max(self._clients.spare() - store.num_evictable(sources), 0)
-        self._clients.require(store, count, count, spare)
-        targets = store.grant_beside(count, (lease_id,), sources, now)
+        self._clients.require(store, fresh, fresh, spare)
+        targets = self._grant(store, lease_id, frames, now)
         lease.references.update(dict.fromkeys(targets, 1))
         moves = [
             Move(source, target, store.blocks.num_tokens[source])
@@ -91,6 +95,22 @@ class Sharing:
             store.blocks.copy(move.source, move.target, move.num_tokens)
         self._state.version += 1
         return store.run(targets), self._copies(moves)
+
+    def _grant(self, store: BlockStore, lease_id: int, sources: Sequence[int], now: float) -> list[int]:
+        """A place of the same kind for a copy of each of these blocks, none of which is evicted for it."""
+        holders, unique = (lease_id,), list(dict.fromkeys(sources))
+        whole = sum(not store.units.is_unit(place) for place in sources)
+        if whole == len(sources):
+            return store.grant_beside(whole, holders, unique, now)
+        store.hold(unique, holders, now)
+        frames = iter(store.grant(whole, holders, now))
+        targets = [store.grant_unit(holders, now) if store.units.is_unit(place) else next(frames) for place in sources]
+        store.release_all(reversed(unique), lease_id, now)
+        return targets
+
+    def _require_native(self, store: BlockStore, place: int, num_tokens: int) -> None:
+        if store.units.is_unit(place):
+            raise errors.block_compressed(store.blocks.ids[place], num_tokens, self._state.block_size)
 
     def _copies(self, moves: Sequence[Move]) -> list[BlockCopy]:
         entry = self._state.cut_store().entry

@@ -6,14 +6,17 @@ import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from memd.core import errors
 from memd.core.accounts import Counters
 from memd.core.allocator import NOWHERE
 from memd.core.block import TOKEN_BYTES
+from memd.core.fp8 import Fp8
 from memd.core.geometry import Geometry, cut
 from memd.core.lease import Lease
 from memd.core.promises import Promises
+from memd.core.recodes import Recode
 from memd.core.store import BlockStore
 from memd.core.table import Table
 from memd.core.values import LeaseState, TableRequest
@@ -98,17 +101,24 @@ class PoolState:
     last_id: int = 0  # of leases and tables: one sequence, so that either kind names a holder of blocks
     version: int = 0
     readers: Counter[int] = field(default_factory=Counter)  # by frame: references of workers that may still read it
+    recoding: dict[int, Recode] = field(default_factory=dict)  # by place: what stores its block in another format
+    finished_recodes: list[Recode] = field(default_factory=list)
 
     @property
     def num_leases(self) -> int:
         """Leases that are not lost."""
         return sum(lease.state is not LeaseState.LOST for lease in self.leases.values())
 
-    def cut(self, geometry: Geometry, slab_bytes: int, max_num_blocks: int | None) -> None:
-        """Cut the pool for a geometry; INVALID_FIELD if it cannot be."""
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the native format in the whole pool; 0 until it is cut."""
+        return self.store.num_blocks if self.store else 0
+
+    def cut(self, geometry: Geometry, slab_bytes: int, max_num_blocks: int | None, fp8: Fp8 | None = None) -> None:
+        """Cut the pool for a geometry, with FP8 blocks or without; INVALID_FIELD if it cannot be."""
         layout = geometry.layout(self.block_size)
         num_blocks = cut(layout, slab_bytes, max_num_blocks)
-        self.store = BlockStore(layout, num_blocks, geometry.model_digest, self.counters)
+        self.store = BlockStore(layout, num_blocks, geometry.model_digest, self.counters, fp8)
         self.layout, self.geometry = layout, geometry
         self.version += 1
 
@@ -132,13 +142,16 @@ class PoolState:
         """What a table request needs now, if so many available blocks are not for it. Changes nothing."""
         store = self.cut_store()
         matched = [] if request.no_match else store.index.match(packed, request.salt)
+        if request.exact and store.blocks.num_lossy:
+            matched = list(takewhile(lambda place: not store.blocks.lossy[place], matched))
         idle = store.num_evictable(matched)
         spare = store.available - withheld - idle
         plan = Plan(packed, matched, idle, max(request.num_blocks - len(matched), 0), spare)
         if request.partial and not request.no_match and plan.fresh:
             source, run = store.index.partial(matched, packed, request.salt)
             # A source that is kept is no room for fresh blocks; where they need it, it is computed again.
-            if run and plan.fresh <= spare - store.num_evictable([source]):
+            inexact = request.exact and store.blocks.lossy[source]
+            if run and plan.fresh <= spare - store.num_evictable([source]) and not inexact:
                 plan.source, plan.run = source, run
         return plan
 
@@ -146,7 +159,7 @@ class PoolState:
         """Carry out a plan that was made in this command and has spare >= fresh."""
         arrival = request.arrival or now
         table = Table(self.new_id(), lease.lease_id, request.salt, request.priority, now, arrival=arrival)
-        table.yields = request.num_yields
+        table.yields, table.exact = request.num_yields, request.exact
         self._fill(lease, table, plan, now)
         if not request.no_match:
             self.counters.prefix_query_tokens += len(plan.packed) // TOKEN_BYTES
@@ -214,8 +227,22 @@ class PoolState:
         """Whether a block is quarantined until nobody reads it any more: no table has it, nor anybody directly."""
         return 0 < self.readers[frame] == len(self.cut_store().blocks.holders[frame])
 
+    def abandon_recodes(self, lease: Lease, why: str, now: float) -> None:
+        """Nothing comes of what a worker was to store in other formats; it may still write to the targets."""
+        for recode in lease.recodes:
+            for place in recode.sources:
+                del self.recoding[place]
+                self.cut_store().release(place, lease.lease_id, now)
+            recode.sources.clear()
+            if not recode.is_over:
+                recode.is_over, recode.failure = True, why
+                self.finished_recodes.append(recode)
+
     def end_lease(self, lease: Lease, now: float) -> None:
         """End a lease and release all that it holds."""
+        self.abandon_recodes(lease, f"worker {lease.holder!r} has gone meanwhile", now)
+        for place in [place for recode in lease.recodes for place in recode.targets]:
+            self.cut_store().release(place, lease.lease_id, now)
         for table in list(lease.tables.values()):
             self.release_table(table, now)
         if lease.references:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from memd.core import errors
 from memd.core.admission import Admission
 from memd.core.block import TOKEN_BYTES
+from memd.core.compression import Compression
 from memd.core.draft import Draft
 from memd.core.lease import Lease
 from memd.core.operations import Release
@@ -49,10 +50,11 @@ class StepPlan:
 class Stepper:
     """Checks a step as a whole, then applies it: whatever breaks the protocol is found before anything has changed."""
 
-    def __init__(self, state: PoolState, admission: Admission, remaps: Remaps) -> None:
+    def __init__(self, state: PoolState, admission: Admission, remaps: Remaps, compression: Compression) -> None:
         self._state = state
         self._admission = admission
         self._remaps = remaps
+        self._compression = compression
 
     def apply(self, lease: Lease, step: Step, now: float) -> StepOutcome:
         """The answer to a step of a live lease."""
@@ -72,6 +74,8 @@ class Stepper:
             plan.draft.apply(now)
         self._remaps.merge(twins, now)
         self._remaps.acknowledge(lease, step.acknowledged, now)
+        if step.recodings:
+            self._compression.settle(lease, step.recodings, now)
         outcome = StepOutcome(step.step_id, *self._admission.answer(lease, step, plan.creates, now))
         lease.answers.append(outcome)
         lease.stepped = now
@@ -115,6 +119,7 @@ class Stepper:
             self._check_create(lease, create)
             plan.creates.append((create, create.packed or pack_words(lease.lease_id, create.token_ids)))
         self._check_requests(lease, step, plan.draft)
+        self._compression.require_answers(lease, step.recodings)
         if step.acknowledged > lease.last_remap:
             what = f"acknowledged is {step.acknowledged}, but the last Remap is {lease.last_remap}"
             raise errors.protocol_violation(lease.lease_id, what, "acknowledge only what memd has told")
@@ -228,7 +233,8 @@ class Stepper:
             start += len(piece)
             table.num_tokens += len(piece) // TOKEN_BYTES
             if store.blocks.write(frames[index], piece, now):
-                if store.seal(frames[index], frames[index - 1] if index else None, table.salt):
+                lossy = store.blocks.num_lossy > 0 and any(map(store.blocks.lossy.__getitem__, frames[:index]))
+                if store.seal(frames[index], frames[index - 1] if index else None, table.salt, lossy=lossy):
                     twins.append((frames[index], index))
                 self._state.promises.sealed(table.table_id, store.blocks.digests[frames[index]])
         return twins

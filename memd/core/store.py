@@ -10,91 +10,128 @@ The life of a block:
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from memd.core.accounts import Counters
 from memd.core.allocator import Allocator, Links
 from memd.core.block import FEW_HOLDERS, Blocks, ManyHolders, span_of
 from memd.core.cached import CachedFrames, Retention
+from memd.core.entries import Entries
 from memd.core.errors import InvariantError
+from memd.core.fp8 import Fp8
 from memd.core.prefix import PrefixIndex
+from memd.core.units import SplitFrames
 from memd.core.values import BlockRun
-from pagekernels.layout import PagedLayout, pack_entry
+from pagekernels.layout import PagedLayout
 
 
 class BlockStore:
-    """Every frame of the pool and the block in it. The caller has checked that what it asks for is possible.
+    """Every place of the pool and the block in it. The caller has checked that what it asks for is possible.
 
-    Eviction policy: sealed blocks that nobody refers to, the one released longest ago first, but by priority if they
-    have one, and no pinned ones. Blocks of a table are released from its end, so a prefix is eaten from its end too.
+    A place is a frame, of a block of the native format, or a unit of a split frame, of an FP8 block; see SplitFrames.
+    What is granted, and what is available, are frames.
+
+    Evicted are sealed blocks that nobody refers to, the one released longest ago first, but by priority, and none that
+    is pinned. Blocks of a table are released from its end, so a prefix is eaten from its end too. `sealed` has the ids
+    of blocks as they were sealed, for who takes them out: None for nobody.
     """
 
     __slots__ = (
-        "_entry_base",
-        "_entry_step",
         "allocator",
         "blocks",
         "cached",
         "counters",
-        "format",
+        "entries",
+        "entry",
+        "format_of",
         "index",
+        "sealed",
+        "units",
     )
 
-    def __init__(self, layout: PagedLayout, num_blocks: int, model_digest: bytes, counters: Counters) -> None:
+    def __init__(
+        self, layout: PagedLayout, num_blocks: int, model_digest: bytes, counters: Counters, fp8: Fp8 | None = None
+    ) -> None:
         links = Links(num_blocks)
         self.allocator = Allocator(num_blocks, links)
-        self.cached = CachedFrames(links)
-        self.blocks = Blocks(num_blocks, layout.block_size)
+        self.units = SplitFrames(num_blocks, layout.units_per_block)
+        self.units.keep(fp8.num_kept(num_blocks) if fp8 else 0, self.allocator)
+        self.cached = CachedFrames(links, self.units)
+        self.blocks = Blocks(num_blocks * (1 + layout.units_per_block if fp8 else 1), layout.block_size)
         self.index = PrefixIndex(self.blocks, model_digest)
         self.counters = counters
-        self.format = layout.format
-        self._entry_base = pack_entry(layout.format, 0, 0)
-        self._entry_step = layout.units_per_block
+        entries = Entries(layout, self.units)
+        self.entry, self.entries, self.format_of = entries.entry, entries.entries, entries.format_of
+        self.sealed: deque[int] | None = None
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the whole pool."""
-        return self.allocator.num_frames
+        """Blocks that can be granted at most: one a frame, but for those that are kept back."""
+        return self.allocator.num_frames - self.units.num_kept
 
     @property
     def available(self) -> int:
-        """Blocks that can be granted: free and cached ones, but for those that are pinned."""
-        return self.allocator.num_free + self.cached.num_evictable
+        """Blocks that can be granted: free and cached ones, but for those that are pinned, or to be kept back."""
+        missing = self.units.num_kept - len(self.units.kept)
+        return self.allocator.num_free + max(self.cached.num_evictable - missing, 0)
 
     def num_evictable(self, frames: Sequence[int]) -> int:
-        """How many of these blocks are counted as available: those that are cached and not pinned."""
+        """How many available frames these blocks are in: those that are cached and not pinned."""
         held = self.blocks.holders
+        if self.units:
+            return self._num_evictable_split(frames)
         count = sum(not held[frame] for frame in frames) if (span := span_of(frames)) is None else held[span].count(())
         if self.cached.num_pinned:
             count -= sum(not held[frame] and self.cached.is_pinned(frame) for frame in frames)
         return count
 
+    def _num_evictable_split(self, places: Sequence[int]) -> int:
+        whole = [place for place in places if not self.units.is_unit(place) and not self.blocks.holders[place]]
+        retentions = map(self.cached.retention_of, (*whole, *self.units.idle_frames_of(places)))
+        return sum(one is None or not one.pinned for one in retentions)
+
     def num_pinned_beside(self, frames: Collection[int]) -> int:
-        """How many cached blocks other than these cannot be evicted."""
+        """How many cached frames other than those of these blocks cannot be emptied."""
         if not self.cached.num_pinned:
             return 0
+        if self.units:
+            frames = {self.units.frame_of(one) if self.units.is_unit(one) else one for one in frames}
+            retentions = [self.cached.retention_of(one) for one in frames if self.is_cached(one)]
+            return self.cached.num_pinned - sum(one is not None and one.pinned for one in retentions)
         held, is_pinned = self.blocks.holders, self.cached.is_pinned
         return self.cached.num_pinned - sum(not held[frame] and is_pinned(frame) for frame in frames)
 
-    def entry(self, frame: int) -> int:
-        """The packed entry of the block in a frame."""
-        return self._entry_base | frame * self._entry_step
+    def is_cached(self, frame: int) -> bool:
+        """Whether there is something in a frame that nobody refers to."""
+        if frame in self.units:
+            return self.units.is_idle(frame)
+        return self.blocks.ids[frame] != 0 and not self.blocks.holders[frame]
 
-    def run(self, frames: Sequence[int]) -> BlockRun:
-        """The ids and packed entries of the blocks in these frames."""
-        ids, base, step = self.blocks.ids, self._entry_base, self._entry_step
-        if (span := span_of(frames)) is not None:
-            return BlockRun(ids[span].tolist(), list(range(base + span.start * step, base + span.stop * step, step)))
-        return BlockRun([ids[frame] for frame in frames], [base | frame * step for frame in frames])
+    def run(self, places: Sequence[int]) -> BlockRun:
+        """The ids and packed entries of the blocks in these places."""
+        ids, span = self.blocks.ids, span_of(places)
+        return BlockRun([ids[place] for place in places] if span is None else ids[span].tolist(), self.entries(places))
 
     def grant(self, count: int, holders: tuple[int, ...], now: float) -> list[int]:
         """Frames of `count` new blocks, unsealed, each with the one reference in `holders`; evicts what it must."""
-        for _ in range(count - self.allocator.num_free):
+        while self.allocator.num_free < count:
             self._evict(self.cached.pop())
         frames = self.allocator.take(count)
         self.blocks.occupy(frames, holders, now)
         self.counters.allocated_blocks += count
         return frames
+
+    def grant_unit(self, holders: tuple[int, ...], now: float) -> int:
+        """The place of a new FP8 block, as `grant` grants frames; takes a frame only where no split one has room."""
+        if not (self.units.num_holes or self.allocator.num_free or self.units.kept):
+            self._evict(self.cached.pop())
+        if (frame := self.units.fullest) is not None and self.units.is_idle(frame):
+            self.cached.remove_whole(frame)
+        place = self.units.take(self.allocator)
+        self.blocks.occupy([place], holders, now)
+        self.counters.allocated_blocks += 1
+        return place
 
     def grant_beside(self, count: int, holders: tuple[int, ...], spared: Collection[int], now: float) -> list[int]:
         """As `grant`, but no block in the `spared` frames is evicted, whatever its priority; it counts as used."""
@@ -180,8 +217,10 @@ class BlockStore:
         self._vacate(frame)
         self.counters.freed_blocks += 1
 
-    def seal(self, frame: int, parent: int | None, salt: bytes) -> bool:
+    def seal(self, frame: int, parent: int | None, salt: bytes, *, lossy: bool = False) -> bool:
         """Seal a full block that follows the sealed block in frame `parent`, or begins a table.
+
+        `lossy`: it was computed from blocks of which one is not exact.
 
         Whether the index has an equal block: of two blocks with the same prefix the first stays there. One that only
         has the same digest, by a collision or because the block before it was evicted and computed anew, gives way: no
@@ -198,27 +237,57 @@ class BlockStore:
         else:
             if incumbent is not None and not blocks.holders[incumbent]:
                 self.cached.remove(incumbent)
-                self._evict(incumbent)
+                self._drop(incumbent)
             blocks.prefixes[frame] = blocks.ids[frame]
         blocks.parents[frame] = before
         blocks.digests[frame] = digest
+        if lossy:
+            blocks.note_lossy(frame, lossy=True)
         if salt and parent is None:
             blocks.salts[frame] = salt
         if blocks.prefixes[frame] == blocks.ids[frame]:  # the first with these tokens after this prefix
             self.index.add(frame)
         if parent is not None:
             self.index.expect(parent, self.index.frames.get(digest, frame))
+        if self.sealed is not None:
+            self.sealed.append(blocks.ids[frame])
         return has_twin
 
+    def supersede(self, place: int, other: int) -> None:
+        """Have matches find an equal block instead of a cached one, which is freed."""
+        self.index.add(other)
+        self.cached.remove(place)
+        self._vacate(place)
+        self.counters.freed_blocks += 1
+
     def _evict(self, frame: int) -> None:
-        """Free a block that has left the cached queue."""
-        if not self.index.remove(frame):
-            raise InvariantError(f"block {self.blocks.ids[frame]} is evicted, but was not in the prefix index")
-        self._vacate(frame)
+        """Free a frame that has left the cached queue, and with it whatever is in it."""
+        if frame not in self.units:
+            self._drop(frame)
+            return
+        first, *others = list(self.units.blocks_in(frame))
+        self.units.wake(first)  # the frame has left its queue already
+        self._drop(first)
+        for place in others:
+            self.cached.remove(place)
+            self._drop(place)
+
+    def _drop(self, place: int) -> None:
+        """End a cached block that is in no queue."""
+        if not self.index.remove(place):
+            raise InvariantError(f"block {self.blocks.ids[place]} is evicted, but was not in the prefix index")
+        self._vacate(place)
         self.counters.evicted_blocks += 1
 
-    def _vacate(self, frame: int) -> None:
-        if frame in self.cached.kept:
-            self.cached.keep(frame, None)
-        self.blocks.vacate(frame)
-        self.allocator.give_back(frame)
+    def _vacate(self, place: int) -> None:
+        if place in self.cached.kept:
+            self.cached.keep(place, None)
+        self.blocks.vacate(place)
+        if not self.units.is_unit(place):
+            self.units.put_back(place, self.allocator)
+            return
+        frame = self.units.frame_of(place)
+        self.units.rest(place)
+        self.units.give_back(place, self.allocator)
+        if frame in self.units and self.units.is_idle(frame):
+            self.cached.append_whole(frame)

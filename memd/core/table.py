@@ -32,6 +32,7 @@ class Table:
     num_tokens: int = 0
     cached_tokens: int = 0
     arrival: float = 0.0  # of its request, on the host's monotonic clock
+    exact: bool = False  # whether none of its blocks may be lossy
     kept: bytes | None = None
     yielding_since: float | None = None  # when it was named as a victim
     yields: int = 0  # how often it was and let go; of a fork, its origin's too

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from memd.core.operations import ReserveRequest, TableOperation
+from memd.core.recodes import Recoded
 from pagekernels.layout import Format
 
 
@@ -52,6 +53,7 @@ class TableRequest:
     suspended table of a worker's lease gets blocks again, with tokens, salt, priority and arrival of its own.
     `partial`: the asker can copy a block of which only a part matches. `wait_for_prefix`: it would rather be refused
     than compute what another table is about to. `num_yields`: how often it has yielded with tables that ended so.
+    `exact`: only exact blocks match, and none of the table is stored lossily while it is there.
     """
 
     token_ids: Sequence[int]
@@ -67,6 +69,7 @@ class TableRequest:
     partial: bool = False
     wait_for_prefix: bool = False
     num_yields: int = 0
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class Step:
 
     Commits apply first, then operations in order, then releases and freed blocks of the reserve; then each request is
     granted or refused alone. `acknowledged` is the last Remap of which no step in flight reads the old block any more.
+    `recodings` are what has become of Recodes.
     """
 
     step_id: int
@@ -95,6 +99,7 @@ class Step:
     frees: Sequence[int] = ()
     reserves: Sequence[ReserveRequest] = ()
     acknowledged: int = 0
+    recodings: Sequence[Recoded] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,7 @@ class BlockView:
 
     `digest` is empty unless it is sealed; `idle_s` counts from the last grant, match, commit or release. `priority` and
     `pinned` say how it is kept when it is cached, for `kept_s` more. Beside those in `holders` there are so many more.
+    `errors` are what it loses, or would lose, as an FP8 block, in K and in V; 0 if it was never tried.
     """
 
     block_id: int
@@ -218,6 +224,7 @@ class BlockView:
     pinned: bool = False
     kept_s: float = 0.0
     more_holders: int = 0
+    errors: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

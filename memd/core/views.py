@@ -24,15 +24,30 @@ def usage(state: PoolState) -> Usage:
     """Blocks by what they are doing."""
     if state.store is None:
         return Usage(0, 0, 0, 0, 0)
-    total, free, cached = state.store.num_blocks, state.store.allocator.num_free, len(state.store.cached)
-    lost = [lease for lease in state.leases.values() if lease.state is LeaseState.LOST]
-    writable = {frame for lease in lost for frame in lease.references}
-    for table in (table for lease in lost for table in lease.tables.values()):
-        writable.update(table.frames[table.num_tokens // state.block_size :])
-    quarantined = len(writable) + sum(map(state.is_retired, state.readers))
-    held, pinned = total - free - cached - quarantined, state.store.cached.num_pinned
+    total, free, cached = state.store.allocator.num_frames, state.store.allocator.num_free, len(state.store.cached)
+    quarantined = _num_frames_of(state.store, _writable_by_lost(state).union(filter(state.is_retired, state.readers)))
+    kept, pinned = len(state.store.units.kept), state.store.cached.num_pinned
+    held = total - free - cached - quarantined - kept
     reserve = sum(lease.num_reserved for lease in state.leases.values() if lease.state is not LeaseState.LOST)
-    return Usage(total, free, held, cached, quarantined, pinned, reserve)
+    split, fp8 = len(state.store.units), state.store.units.num_blocks
+    return Usage(total, free, held, cached, quarantined, pinned, reserve, split, fp8, kept)
+
+
+def _writable_by_lost(state: PoolState) -> set[int]:
+    """The places that lost workers may still write to."""
+    lost = [lease for lease in state.leases.values() if lease.state is LeaseState.LOST]
+    places = {place for lease in lost for place in lease.references}
+    for table in (table for lease in lost for table in lease.tables.values()):
+        places.update(table.frames[table.num_tokens // state.block_size :])
+    return places.union(place for lease in lost for recode in lease.recodes for place in recode.targets)
+
+
+def _num_frames_of(store: BlockStore, quarantined: set[int]) -> int:
+    """Frames of nothing but such blocks, and ones that nobody refers to."""
+    units, held = store.units, store.blocks.holders
+    split = {units.frame_of(place) for place in quarantined if units.is_unit(place)}
+    waiting = sum(all(place in quarantined or not held[place] for place in units.blocks_in(frame)) for frame in split)
+    return waiting + sum(not units.is_unit(place) for place in quarantined)
 
 
 def lease(state: PoolState, lease_id: int) -> LeaseView:
@@ -138,10 +153,10 @@ def _block_view(
     return BlockView(
         block_id=blocks.ids[frame],
         state=block_state(state, store, frame),
-        format=store.format,
+        format=store.format_of(frame),
         entry=store.entry(frame),
         sealed=blocks.prefixes[frame] != 0,
-        exact=True,  # nothing stores a block lossily yet
+        exact=not blocks.lossy[frame],
         num_tokens=blocks.num_tokens[frame],
         digest=blocks.digests[frame],
         holders=holders,
@@ -151,6 +166,7 @@ def _block_view(
         pinned=kept is not None and kept.pinned,
         kept_s=max(kept.until - now, 0.0) if kept else 0.0,
         more_holders=len(references) - len(holders),
+        errors=blocks.errors(frame),
     )
 
 

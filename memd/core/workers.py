@@ -55,7 +55,7 @@ class WorkerLeases:
         if lease is None or epoch != self._state.epoch or not lease.is_worker or lease.lock_file != lock_file:
             return None
         if lease.is_late(now):
-            self.lose(lease, lease.why_late(now))
+            self.lose(lease, lease.why_late(now), now)
         if lease.state is LeaseState.LOST:
             return None
         lease.state = LeaseState.LIVE
@@ -69,7 +69,7 @@ class WorkerLeases:
         if lease is None or not lease.is_worker:
             raise errors.lease_lost(lease_id, "it has ended, or never was a worker's")
         if lease.is_late(now):
-            self.lose(lease, lease.why_late(now))
+            self.lose(lease, lease.why_late(now), now)
         if lease.state is LeaseState.LOST:
             raise errors.lease_lost(lease_id, lease.lost_because)
         if lease.state is LeaseState.DETACHED:
@@ -82,8 +82,9 @@ class WorkerLeases:
         if lease is not None and lease.is_worker and lease.state is LeaseState.LIVE:
             lease.state = LeaseState.DETACHED
 
-    def lose(self, lease: Lease, why: str) -> None:
+    def lose(self, lease: Lease, why: str, now: float) -> None:
         """Make a lease LOST."""
+        self._state.abandon_recodes(lease, f"worker {lease.holder!r} was lost meanwhile: {why}", now)
         lease.state = LeaseState.LOST
         lease.lost_because = why
         lease.answers.clear()
@@ -93,11 +94,11 @@ class WorkerLeases:
         self._state.counters.lost_leases += 1
         self._state.version += 1
 
-    def fail(self, lease_id: int) -> None:
+    def fail(self, lease_id: int, now: float) -> None:
         """Make a lease LOST, if it is not yet, because its worker cannot be believed."""
         lease = self._state.leases.get(lease_id)
         if lease is not None and lease.is_worker and lease.state is not LeaseState.LOST:
-            self.lose(lease, "it broke the protocol")
+            self.lose(lease, "it broke the protocol", now)
 
     def end(self, lease: Lease, now: float) -> None:
         """End a lease whose process has let go of the pool: everything is released."""
@@ -110,7 +111,7 @@ class WorkerLeases:
         if lease is None or not lease.is_worker or lease.state is LeaseState.LIVE:
             return
         if lease.state is LeaseState.DETACHED:
-            self.lose(lease, "its process ended")
+            self.lose(lease, "its process ended", now)
         self.end(lease, now)
 
     def waiting(self) -> list[tuple[int, str]]:

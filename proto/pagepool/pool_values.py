@@ -27,7 +27,8 @@ class TableRequest:
     its own, and `token_ids` stays empty.
     With `partial`, a block of which only a part matches may be granted as a copy: see Grant. With `wait_for_prefix` it
     is refused as `pending` if another table is about to compute much of its prompt. `num_yields` is how often the
-    request has yielded with tables that it then released.
+    request has yielded with tables that it then released. `exact`: only exact blocks match, and none of the table is
+    stored lossily.
     """
 
     ref: int
@@ -42,6 +43,7 @@ class TableRequest:
     partial: bool = False
     wait_for_prefix: bool = False
     num_yields: int = 0
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,8 +127,8 @@ def matches_the_last_token(patch: pytest.MonkeyPatch) -> None:
 def gives_away_what_a_lost_worker_can_write(patch: pytest.MonkeyPatch) -> None:
     """A late lease is ended without waiting for its process."""
 
-    def lose(self: WorkerLeases, lease: Lease, why: str) -> None:
-        original(self, lease, why)
+    def lose(self: WorkerLeases, lease: Lease, why: str, now: float) -> None:
+        original(self, lease, why, now)
         for table in list(lease.tables.values()):
             self._state.release_table(table, 0.0)
 
@@ -193,8 +193,8 @@ def lets_a_shared_block_be_written(patch: pytest.MonkeyPatch) -> None:
 def gives_a_lost_reserve_away(patch: pytest.MonkeyPatch) -> None:
     """The reserve of a lost worker is free before its process is gone."""
 
-    def lose(self: WorkerLeases, lease: Lease, why: str) -> None:
-        original(self, lease, why)
+    def lose(self: WorkerLeases, lease: Lease, why: str, now: float) -> None:
+        original(self, lease, why, now)
         for frame in list(lease.references):
             self._state.cut_store().release(frame, lease.lease_id, 0.0)
             del lease.references[frame]

@@ -140,7 +140,7 @@ class PoolMachine(RuleBasedStateMachine):
             return self.plain(self.pool.step(lease, step, self.now))
 
         if self.agree(actual, lambda: self.model.workers.step(lease, step, self.now)) is Reason.PROTOCOL_VIOLATION:
-            self.pool.fail_lease(lease)
+            self.pool.fail_lease(lease, self.now)
             self.model.workers.lose(lease)
 
     @staticmethod
@@ -180,7 +180,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def capacity_news(self) -> None:
-        assert dict(self.pool.take_capacity_news()) == self.model.waiting.news()
+        assert dict(self.pool.waiting.take_news()) == self.model.waiting.news()
         assert sorted(self.pool.victims.take_news()) == sorted(self.model.waiting.victim_news())
 
     @invariant()
@@ -266,7 +266,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert (view.state, view.deadline, view.is_worker) == (lease.state, lease.deadline, lease.worker)
         alive = [lease for lease in self.model.leases.values() if lease.state is not LeaseState.LOST]
         assert self.pool.num_leases == len(alive)
-        assert self.pool.next_deadline() == min((lease.due for lease in alive), default=None)
+        assert self.pool.deadlines.next() == min((lease.due for lease in alive), default=None)
 
     def compare_digests(self) -> None:
         """Equal exactly where salt and all tokens up to the block's end are."""

@@ -93,7 +93,7 @@ class LeaseRules(PoolMachine):
 
     def fail_lease(self, data: st.DataObject) -> None:
         lease = self.worker(data)
-        self.pool.fail_lease(lease)
+        self.pool.fail_lease(lease, self.now)
         known = self.model.leases.get(lease)
         if known is not None and known.worker and known.state is not LeaseState.LOST:
             self.model.workers.lose(lease)

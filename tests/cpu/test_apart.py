@@ -24,7 +24,7 @@ def stopped_holds(pool: Pool, num_blocks: int) -> int:
     """A worker that nothing is heard from, and whose process is there."""
     lease = Worker(pool, "stopped")
     table(lease, 1.0, num_blocks)
-    pool.fail_lease(lease.lease)
+    pool.fail_lease(lease.lease, 1.0)
     return lease.lease
 
 
@@ -48,7 +48,7 @@ def test_what_others_than_workers_hold_makes_nobody_wait_and_nobody_yield_in_vai
     pool.process_gone(holder, 2.0)
     if hold is client_holds:
         pool.release_lease(holder, 2.0)
-    assert dict(pool.take_capacity_news()) == {one.lease: 6}
+    assert dict(pool.waiting.take_news()) == {one.lease: 6}
     (no,) = one.step(creates=[TableRequest((), 7, priority=priority, arrival=3.0)]).refusals
     assert no.held_blocks == 0
     assert not starts(two, 1, arrival=9.0), "now the workers can give it what it needs"

@@ -62,9 +62,9 @@ def test_first_come_first_served_across_workers(pool: Pool, one: Worker, two: Wo
     running = table(one, 1.0, 8)
     assert not starts(one, 6, arrival=2.0)
     assert not starts(two, 2, arrival=3.0)
-    assert pool.take_capacity_news() == []
+    assert pool.waiting.take_news() == []
     one.step(releases=[running])
-    assert dict(pool.take_capacity_news()) == {one.lease: TOTAL, two.lease: TOTAL - 6}
+    assert dict(pool.waiting.take_news()) == {one.lease: TOTAL, two.lease: TOTAL - 6}
     assert starts(two, 6, arrival=3.0)
     assert starts(one, 6, arrival=2.0)
 
@@ -74,9 +74,9 @@ def test_a_claim_lapses_and_whoever_was_refused_for_it_hears(pool: Pool, one: Wo
     assert not starts(one, 6, arrival=2.0, now=10.0)
     assert not starts(two, 3, arrival=3.0, now=11.0)
     pool.tick(10.0 + CLAIM_S - 0.1)
-    assert pool.take_capacity_news() == []
+    assert pool.waiting.take_news() == []
     pool.tick(10.0 + CLAIM_S)
-    assert pool.take_capacity_news() == [(two.lease, 4)]
+    assert pool.waiting.take_news() == [(two.lease, 4)]
     assert starts(two, 3, arrival=3.0, now=12.5)
 
 
@@ -86,7 +86,7 @@ def test_asking_again_keeps_a_claim_and_asking_for_less_frees_the_rest(pool: Poo
     assert not starts(one, 6, arrival=2.0, now=11.5)
     assert not starts(two, 1, arrival=3.0, now=12.5)
     assert starts(one, 2, arrival=2.0, now=12.6)
-    assert pool.take_capacity_news() == [(two.lease, 2)]
+    assert pool.waiting.take_news() == [(two.lease, 2)]
 
 
 @pytest.mark.parametrize("end", ["suspend", "release", "detach", "lose", "break"])
@@ -103,11 +103,11 @@ def test_a_claim_ends_with_its_table_and_its_lease(pool: Pool, one: Worker, two:
         case "detach":
             pool.detach(one.lease, 1.0)
         case "lose":
-            pool.fail_lease(one.lease)
+            pool.fail_lease(one.lease, 1.0)
         case "break":
             pool.stream_broken(one.lease)
     pool.check()
-    assert two.lease in dict(pool.take_capacity_news())
+    assert two.lease in dict(pool.waiting.take_news())
     assert starts(two, 1, arrival=9.0)
 
 
@@ -142,20 +142,20 @@ def test_news_that_may_have_gone_down_with_a_stream_is_told_again(pool: Pool, on
     step = Step(two.steps + 1, creates=[TableRequest((), 6, arrival=2.0)])
     assert pool.step(two.lease, step, 1.0).refusals
     one.step(releases=[running])
-    assert pool.take_capacity_news() == [(two.lease, TOTAL)]
+    assert pool.waiting.take_news() == [(two.lease, TOTAL)]
     pool.stream_broken(two.lease)
-    assert pool.take_capacity_news() == []
+    assert pool.waiting.take_news() == []
     assert pool.attach("two", "two", 100.0, 1.0, (7, two.lease)).reclaimed
-    assert pool.take_capacity_news() == [(two.lease, TOTAL)]
+    assert pool.waiting.take_news() == [(two.lease, TOTAL)]
     assert pool.step(two.lease, step, 1.0).refusals, "repeated, for it was not read"
-    assert pool.take_capacity_news() == [(two.lease, TOTAL)]
+    assert pool.waiting.take_news() == [(two.lease, TOTAL)]
     assert pool.step(two.lease, Step(step.step_id + 1), 1.0).grants == []
-    assert pool.take_capacity_news() == []
+    assert pool.waiting.take_news() == []
 
 
 def test_who_was_told_nothing_hears_nothing_when_it_comes_back(pool: Pool, one: Worker, two: Worker) -> None:
     assert pool.attach("two", "two", 100.0, 1.0, (7, two.lease)).reclaimed
-    assert pool.take_capacity_news() == []
+    assert pool.waiting.take_news() == []
 
 
 # -- headroom
@@ -170,7 +170,7 @@ def test_headroom_must_be_there_but_is_not_granted(pool: Pool, one: Worker, two:
     two.step(releases=[grant.table_id])
     assert not two.step(creates=[TableRequest((), TOTAL - 6, headroom=1)]).grants
     one.step(releases=[running])
-    assert pool.take_capacity_news() == [(two.lease, TOTAL)]
+    assert pool.waiting.take_news() == [(two.lease, TOTAL)]
 
 
 def test_headroom_counts_for_nothing_while_no_other_table_has_blocks(pool: Pool, one: Worker, two: Worker) -> None:
@@ -196,9 +196,9 @@ def test_who_waits_for_headroom_alone_hears_when_no_table_is_left_though_no_bloc
     client = pool.create_lease("client", 100.0, 1.0).lease_id
     pool.share_blocks(client, pool.table(running, 1.0).blocks.block_ids, 1.0)
     assert not two.step(creates=[TableRequest((), 8, headroom=1)]).grants
-    assert pool.take_capacity_news() == []
+    assert pool.waiting.take_news() == []
     one.suspend(running)
-    assert pool.take_capacity_news() == [(two.lease, 8)]
+    assert pool.waiting.take_news() == [(two.lease, 8)]
     assert two.step(creates=[TableRequest((), 8, headroom=1)]).grants
 
 

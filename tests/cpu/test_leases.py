@@ -78,11 +78,11 @@ def test_clients_have_so_many_leases_and_no_more(pool: Pool, monkeypatch: pytest
 def test_an_expired_client_lease_frees_at_the_tick_and_not_before(pool: Pool) -> None:
     lease = pool.create_lease("client", 5.0, 0.0).lease_id
     pool.allocate_blocks(lease, 3, 0.0)
-    assert pool.next_deadline() == 5.0
+    assert pool.deadlines.next() == 5.0
     assert pool.tick(4.99) == []
     assert pool.usage().held == 3
     assert [ended.lease_id for ended in pool.tick(5.0)] == [lease]
-    assert (pool.usage().free, pool.counters.lost_leases, pool.next_deadline()) == (8, 1, None)
+    assert (pool.usage().free, pool.counters.lost_leases, pool.deadlines.next()) == (8, 1, None)
 
 
 def test_a_late_command_meets_an_ended_lease_even_without_a_tick(pool: Pool) -> None:
@@ -240,7 +240,7 @@ def test_steps_whose_answers_were_lost_are_answered_again_and_applied_once(pool:
 
 def test_a_worker_that_broke_the_protocol_is_lost_at_once(pool: Pool) -> None:
     lease = working(pool)
-    pool.fail_lease(lease)
+    pool.fail_lease(lease, 1.0)
     assert (pool.lease(lease).state, pool.usage().quarantined) == (LeaseState.LOST, 2)
     with pytest.raises(PagepoolError, match="broke the protocol"):
         pool.step(lease, Step(3), 0.0)
@@ -266,10 +266,10 @@ def test_a_refused_worker_is_told_once_when_blocks_have_returned(pool: Pool) -> 
     lease = pool.attach("worker", "lock", 10.0, 0.0).lease.lease_id
     refusal = pool.step(lease, Step(1, creates=[TableRequest([1], 5, ref=9)]), 0.0).refusals[0]
     assert (refusal.ref, refusal.available_blocks, refusal.total_blocks) == (9, 2, 8)
-    assert pool.take_capacity_news() == []
+    assert pool.waiting.take_news() == []
     pool.free_blocks(client, ids[:3], 1.0)
-    assert pool.take_capacity_news() == [(lease, 5)]
-    assert pool.take_capacity_news() == []
+    assert pool.waiting.take_news() == [(lease, 5)]
+    assert pool.waiting.take_news() == []
 
 
 def test_no_news_for_blocks_that_came_and_went(pool: Pool) -> None:
@@ -280,4 +280,4 @@ def test_no_news_for_blocks_that_came_and_went(pool: Pool) -> None:
     pool.tick(5.0)  # the worker does not claim them any more
     pool.free_blocks(client, ids[:2], 6.0)
     pool.allocate_blocks(client, 2, 6.0)
-    assert pool.take_capacity_news() == []
+    assert pool.waiting.take_news() == []

@@ -134,7 +134,7 @@ def test_a_lost_worker_keeps_the_source_until_its_process_is_gone(worker: Worker
     other = Worker(worker.pool, "another lock")
     source = worker.serve(A + LINE, release=True).blocks.block_ids[1]
     ask(other, [*A, *LINE[:5], 99], 3)
-    worker.pool.fail_lease(other.lease)
+    worker.pool.fail_lease(other.lease, 1.0)
     worker.pool.check()
     assert holders(worker, source) == [(other.lease, 0)]
     worker.pool.process_gone(other.lease, 0.0)

@@ -375,7 +375,7 @@ def test_what_is_not_there_is_not_found(pool: Pool) -> None:
         (lambda state: state.store.allocator.give_back(1), "free, but blocks are in them"),
         (lambda state: state.store.blocks.ids.__setitem__(7, 99), "blocks are in them|do not agree"),
         (lambda state: state.store.blocks.holders.__setitem__(0, ()), "as its holders"),
-        (lambda state: state.store.cached.remove(next(iter(state.store.cached))), "have no holder"),
+        (lambda state: state.store.cached.remove(next(iter(state.store.cached))), "cached, but nobody refers to"),
         (lambda state: state.store.index.frames.clear(), "cannot be matched|thought to be found"),
         (lambda state: state.store.index._found.__setitem__(0, 0), "thought to be found"),
         (lambda state: state.store.index._found.__setitem__(1, 1), "thought to be found"),

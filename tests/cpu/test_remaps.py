@@ -104,7 +104,7 @@ def test_acknowledged_blocks_come_free_and_who_waits_hears_of_it(
     worker.steps += 1
     worker.step(acknowledged=1, now=2.0)
     assert (pool.usage().quarantined, pool.usage().free) == (1, 7)
-    assert pool.take_capacity_news() == [(worker.lease, 7)]
+    assert pool.waiting.take_news() == [(worker.lease, 7)]
     worker.step(now=2.0)
     assert pool.usage().quarantined == 1
     worker.step(acknowledged=2, now=2.0)
@@ -191,7 +191,7 @@ def test_when_the_block_that_stayed_is_gone_the_old_one_takes_its_place(
 def test_a_worker_that_does_not_acknowledge_is_lost_by_name(
     pool: Pool, worker: Worker, twins: tuple[Grant, Grant]
 ) -> None:
-    assert pool.next_deadline() == 1.0 + ACK_TIMEOUT
+    assert pool.deadlines.next() == 1.0 + ACK_TIMEOUT
     pool.heartbeat(worker.lease, 4.9)
     assert pool.tick(4.9) == []
     (lost,) = pool.tick(5.0)
@@ -213,7 +213,7 @@ def test_a_lost_workers_old_blocks_wait_for_the_fence_or_the_end_of_its_process(
 ) -> None:
     pool.remaps.fenced(worker.lease, 2.0)
     assert pool.usage().quarantined == 2, "a living worker needs no fence"
-    pool.fail_lease(worker.lease)
+    pool.fail_lease(worker.lease, 1.0)
     assert pool.usage().quarantined == 2 + 2
     assert pool.remaps.unfenced() == [(worker.lease, "worker")]
     pool.remaps.fenced(worker.lease, 2.0)
@@ -227,7 +227,7 @@ def test_a_lost_workers_old_blocks_wait_for_the_fence_or_the_end_of_its_process(
 
 
 def test_without_a_fence_the_process_must_end(pool: Pool, worker: Worker, twins: tuple[Grant, Grant]) -> None:
-    pool.fail_lease(worker.lease)
+    pool.fail_lease(worker.lease, 1.0)
     pool.process_gone(worker.lease, 3.0)
     assert (pool.usage().quarantined, pool.usage().cached, pool.usage().free) == (0, 2, 10)
     pool.check()
@@ -250,7 +250,7 @@ def test_a_reclaimed_lease_is_told_again_and_has_the_full_time(
     worker.reclaim(9.0)
     assert pool.remaps.leases_with_news() == [worker.lease]
     assert [one.sequence for one in worker.news] == [2]
-    assert pool.next_deadline() == 9.0 + ACK_TIMEOUT
+    assert pool.deadlines.next() == 9.0 + ACK_TIMEOUT
     worker.step(acknowledged=2, now=10.0)
     assert pool.usage().quarantined == 0
 

@@ -82,7 +82,7 @@ def test_the_head_of_a_long_queue_has_the_claim(count: int) -> None:
     rig = SchedulerRig(pool, Limits(max_batch_tokens=4096, max_num_seqs=400, prefix_wait_s=0))
     head, *_ = [rig.submit(request, prompt_of(request, 150), 4) for request in range(1, count + 1)]
     rig.turn()
-    claims = [claim.asker.rank[1] for claim in pool._waiting.claims()]
+    claims = [claim.asker.rank[1] for claim in pool.waiting.claims()]
     assert claims == [head.arrived_at]
 
 

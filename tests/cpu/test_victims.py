@@ -20,7 +20,7 @@ def test_the_youngest_yields_whichever_worker_holds_it_and_is_told_once(pool: Po
     assert not grows(one, old, 2)
     assert pool.victims.take_news() == []
     two.suspend(young)
-    assert pool.take_capacity_news() == [(one.lease, 4)]
+    assert pool.waiting.take_news() == [(one.lease, 4)]
     (grant,) = grows(one, old, 2)
     one.step(operations=[Take(old, grant.blocks.block_ids)])
     assert not pool.table(middle, 1.0).suspended
@@ -181,9 +181,9 @@ def test_who_does_not_yield_in_time_or_dies_is_not_counted_on(pool: Pool, one: W
     assert named(pool) == set()
     grows(one, old, 1, now=1.0 + YIELD_S)
     assert named(pool) == {middle}
-    pool.fail_lease(two.lease)
+    pool.fail_lease(two.lease, 1.0)
     pool.process_gone(two.lease, 20.0)
-    assert (pool.usage().free, pool.take_capacity_news()) == (4, [(one.lease, 4)])
+    assert (pool.usage().free, pool.waiting.take_news()) == (4, [(one.lease, 4)])
 
 
 def test_a_request_makes_only_lower_priorities_yield_and_only_if_that_is_enough(

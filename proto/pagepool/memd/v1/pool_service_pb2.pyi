@@ -219,8 +219,58 @@ class CopyBlocksResponse(_message.Message):
     entries: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, block_ids: _Optional[_Iterable[int]] = ..., entries: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class CompressBlocksRequest(_message.Message):
+    __slots__ = ("request_id", "epoch", "lease_id", "block_ids")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    lease_id: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CompressBlocksResponse(_message.Message):
+    __slots__ = ("compressions",)
+    COMPRESSIONS_FIELD_NUMBER: _ClassVar[int]
+    compressions: _containers.RepeatedCompositeFieldContainer[Compression]
+    def __init__(self, compressions: _Optional[_Iterable[_Union[Compression, _Mapping]]] = ...) -> None: ...
+
+class Compression(_message.Message):
+    __slots__ = ("block_id", "format", "entry", "k_error", "v_error")
+    BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    ENTRY_FIELD_NUMBER: _ClassVar[int]
+    K_ERROR_FIELD_NUMBER: _ClassVar[int]
+    V_ERROR_FIELD_NUMBER: _ClassVar[int]
+    block_id: int
+    format: _types_pb2.Format
+    entry: int
+    k_error: float
+    v_error: float
+    def __init__(self, block_id: _Optional[int] = ..., format: _Optional[_Union[_types_pb2.Format, str]] = ..., entry: _Optional[int] = ..., k_error: _Optional[float] = ..., v_error: _Optional[float] = ...) -> None: ...
+
+class DecompressBlocksRequest(_message.Message):
+    __slots__ = ("request_id", "epoch", "lease_id", "block_ids")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    lease_id: int
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DecompressBlocksResponse(_message.Message):
+    __slots__ = ("compressions",)
+    COMPRESSIONS_FIELD_NUMBER: _ClassVar[int]
+    compressions: _containers.RepeatedCompositeFieldContainer[Compression]
+    def __init__(self, compressions: _Optional[_Iterable[_Union[Compression, _Mapping]]] = ...) -> None: ...
+
 class CreateBlockTableRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "lease_id", "token_ids", "salt", "priority", "num_blocks")
+    __slots__ = ("request_id", "epoch", "lease_id", "token_ids", "salt", "priority", "num_blocks", "exact")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +278,7 @@ class CreateBlockTableRequest(_message.Message):
     SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     lease_id: int
@@ -235,7 +286,8 @@ class CreateBlockTableRequest(_message.Message):
     salt: bytes
     priority: int
     num_blocks: int
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    exact: bool
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., exact: _Optional[bool] = ...) -> None: ...
 
 class CreateBlockTableResponse(_message.Message):
     __slots__ = ("block_table",)

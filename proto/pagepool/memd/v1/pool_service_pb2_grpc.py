@@ -112,6 +112,16 @@ class PoolServiceStub:
                 request_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CopyBlocksRequest.SerializeToString,
                 response_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CopyBlocksResponse.FromString,
                 _registered_method=True)
+        self.CompressBlocks = channel.unary_unary(
+                '/pagepool.memd.v1.PoolService/CompressBlocks',
+                request_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CompressBlocksRequest.SerializeToString,
+                response_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CompressBlocksResponse.FromString,
+                _registered_method=True)
+        self.DecompressBlocks = channel.unary_unary(
+                '/pagepool.memd.v1.PoolService/DecompressBlocks',
+                request_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.DecompressBlocksRequest.SerializeToString,
+                response_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.DecompressBlocksResponse.FromString,
+                _registered_method=True)
         self.CreateBlockTable = channel.unary_unary(
                 '/pagepool.memd.v1.PoolService/CreateBlockTable',
                 request_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CreateBlockTableRequest.SerializeToString,
@@ -306,6 +316,37 @@ class PoolServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CompressBlocks(self, request, context):
+        """Stores sealed blocks as FP8 blocks, at half the bytes or less, and lets go of where they were. Held by tables or only
+        cached, whoever's they are, they keep their ids, and workers that use them are told (Remap). A worker does the
+        computing, so this takes until its step is over; the lease need not live so long. Blocks that are FP8 blocks already
+        are no error. A block whose error is over the bound stays as it is, and the answer says so: it names each block with
+        what became of it. Idempotent with request_id.
+        NOT_FOUND / LEASE_NOT_FOUND: create a lease first.
+        NOT_FOUND / BLOCK_NOT_FOUND: freed or evicted already, or never existed; nothing was compressed.
+        FAILED_PRECONDITION / LEASE_IS_WORKERS: the lease of a worker cannot be used for this.
+        FAILED_PRECONDITION / COMPRESSION_OFF: memd was started with --fp8 off.
+        FAILED_PRECONDITION / NO_WORKER: no worker that computes is attached, or it has gone meanwhile; call again.
+        FAILED_PRECONDITION / BLOCK_NOT_SEALED: it may still be written; wait until it is full.
+        FAILED_PRECONDITION / BLOCK_MOVING: it is just being stored elsewhere, or has been, and is still read; call again.
+        FAILED_PRECONDITION / BLOCK_FIXED: a worker uses it that takes no Remaps.
+        FAILED_PRECONDITION / BLOCK_WANTED_EXACT: a table wants exact blocks; nothing was compressed.
+        RESOURCE_EXHAUSTED / POOL_EXHAUSTED: no room to store them to; nothing was compressed; retry after RetryInfo.
+        INVALID_ARGUMENT / INVALID_FIELD: no block, more than 32 MiB of blocks (one is always possible), or more than 65,536
+        ids; compress the rest in further calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DecompressBlocks(self, request, context):
+        """Stores FP8 blocks in the pool's native format again. They do not become exact. Other blocks are no error. Everything
+        else is as for CompressBlocks, errors too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CreateBlockTable(self, request, context):
         """Matches the longest sealed prefix of the token ids, takes a reference to each block found, adds blocks up to
         num_blocks and creates the table, in one step: nothing can be evicted in between. All or nothing.
@@ -355,6 +396,8 @@ class PoolServiceServicer:
         NOT_FOUND / LEASE_NOT_FOUND, TABLE_NOT_FOUND: it ended or was released.
         FAILED_PRECONDITION / LEASE_IS_WORKERS: a worker truncates on its stream.
         FAILED_PRECONDITION / TABLE_NOT_HELD: it is another lease's table.
+        FAILED_PRECONDITION / BLOCK_COMPRESSED: the new end lies inside an FP8 block, of which only workers can copy a part;
+        truncate to a multiple of the block size, or DecompressBlocks first.
         RESOURCE_EXHAUSTED / POOL_EXHAUSTED: no block for the copy; nothing was dropped; retry after RetryInfo, or truncate
         to a multiple of the block size.
         INVALID_ARGUMENT / INVALID_FIELD: num_tokens is more than the table has.
@@ -470,6 +513,16 @@ def add_PoolServiceServicer_to_server(servicer, server):
                     servicer.CopyBlocks,
                     request_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CopyBlocksRequest.FromString,
                     response_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CopyBlocksResponse.SerializeToString,
+            ),
+            'CompressBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompressBlocks,
+                    request_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CompressBlocksRequest.FromString,
+                    response_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CompressBlocksResponse.SerializeToString,
+            ),
+            'DecompressBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.DecompressBlocks,
+                    request_deserializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.DecompressBlocksRequest.FromString,
+                    response_serializer=pagepool_dot_memd_dot_v1_dot_pool__service__pb2.DecompressBlocksResponse.SerializeToString,
             ),
             'CreateBlockTable': grpc.unary_unary_rpc_method_handler(
                     servicer.CreateBlockTable,
@@ -871,6 +924,60 @@ class PoolService:
             '/pagepool.memd.v1.PoolService/CopyBlocks',
             pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CopyBlocksRequest.SerializeToString,
             pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CopyBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompressBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagepool.memd.v1.PoolService/CompressBlocks',
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CompressBlocksRequest.SerializeToString,
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.CompressBlocksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DecompressBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagepool.memd.v1.PoolService/DecompressBlocks',
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.DecompressBlocksRequest.SerializeToString,
+            pagepool_dot_memd_dot_v1_dot_pool__service__pb2.DecompressBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -90,7 +90,7 @@ class Geometry(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[_Union[LayerGeometry, _Mapping]]] = ..., format: _Optional[_Union[Format, str]] = ..., key_means: _Optional[bool] = ..., layout_version: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., model_name: _Optional[str] = ...) -> None: ...
 
 class PoolUsage(_message.Message):
-    __slots__ = ("total_blocks", "free_blocks", "held_blocks", "cached_blocks", "quarantined_blocks", "pinned_blocks", "reserve_blocks")
+    __slots__ = ("total_blocks", "free_blocks", "held_blocks", "cached_blocks", "quarantined_blocks", "pinned_blocks", "reserve_blocks", "split_blocks", "fp8_blocks", "kept_blocks")
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,9 @@ class PoolUsage(_message.Message):
     QUARANTINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RESERVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FP8_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     total_blocks: int
     free_blocks: int
     held_blocks: int
@@ -105,10 +108,13 @@ class PoolUsage(_message.Message):
     quarantined_blocks: int
     pinned_blocks: int
     reserve_blocks: int
-    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., reserve_blocks: _Optional[int] = ...) -> None: ...
+    split_blocks: int
+    fp8_blocks: int
+    kept_blocks: int
+    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., reserve_blocks: _Optional[int] = ..., split_blocks: _Optional[int] = ..., fp8_blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ...) -> None: ...
 
 class PoolCounters(_message.Message):
-    __slots__ = ("allocated_blocks", "freed_blocks", "evicted_blocks", "prefix_query_tokens", "prefix_hit_tokens", "refused_requests", "attach_steps", "lost_leases", "merged_blocks", "remaps", "prefix_pending_requests")
+    __slots__ = ("allocated_blocks", "freed_blocks", "evicted_blocks", "prefix_query_tokens", "prefix_hit_tokens", "refused_requests", "attach_steps", "lost_leases", "merged_blocks", "remaps", "prefix_pending_requests", "compressed_blocks", "decompressed_blocks", "blocks_over_error")
     ALLOCATED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -120,6 +126,9 @@ class PoolCounters(_message.Message):
     MERGED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REMAPS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_PENDING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DECOMPRESSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_OVER_ERROR_FIELD_NUMBER: _ClassVar[int]
     allocated_blocks: int
     freed_blocks: int
     evicted_blocks: int
@@ -131,7 +140,10 @@ class PoolCounters(_message.Message):
     merged_blocks: int
     remaps: int
     prefix_pending_requests: int
-    def __init__(self, allocated_blocks: _Optional[int] = ..., freed_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., refused_requests: _Optional[int] = ..., attach_steps: _Optional[int] = ..., lost_leases: _Optional[int] = ..., merged_blocks: _Optional[int] = ..., remaps: _Optional[int] = ..., prefix_pending_requests: _Optional[int] = ...) -> None: ...
+    compressed_blocks: int
+    decompressed_blocks: int
+    blocks_over_error: int
+    def __init__(self, allocated_blocks: _Optional[int] = ..., freed_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., refused_requests: _Optional[int] = ..., attach_steps: _Optional[int] = ..., lost_leases: _Optional[int] = ..., merged_blocks: _Optional[int] = ..., remaps: _Optional[int] = ..., prefix_pending_requests: _Optional[int] = ..., compressed_blocks: _Optional[int] = ..., decompressed_blocks: _Optional[int] = ..., blocks_over_error: _Optional[int] = ...) -> None: ...
 
 class CudaDevice(_message.Message):
     __slots__ = ("uuid", "name", "memd_pid")
@@ -186,7 +198,7 @@ class BlockHolder(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., table_id: _Optional[int] = ..., ref_count: _Optional[int] = ..., worker: _Optional[bool] = ...) -> None: ...
 
 class Block(_message.Message):
-    __slots__ = ("block_id", "state", "ref_count", "format", "tier", "entry", "sealed", "exact", "num_tokens", "digest", "holders", "idle_time", "priority", "pinned", "kept_for", "more_holders")
+    __slots__ = ("block_id", "state", "ref_count", "format", "tier", "entry", "sealed", "exact", "num_tokens", "digest", "holders", "idle_time", "priority", "pinned", "kept_for", "more_holders", "k_error", "v_error")
     BLOCK_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     REF_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -203,6 +215,8 @@ class Block(_message.Message):
     PINNED_FIELD_NUMBER: _ClassVar[int]
     KEPT_FOR_FIELD_NUMBER: _ClassVar[int]
     MORE_HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    K_ERROR_FIELD_NUMBER: _ClassVar[int]
+    V_ERROR_FIELD_NUMBER: _ClassVar[int]
     block_id: int
     state: BlockState
     ref_count: int
@@ -219,7 +233,9 @@ class Block(_message.Message):
     pinned: bool
     kept_for: _duration_pb2.Duration
     more_holders: int
-    def __init__(self, block_id: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., ref_count: _Optional[int] = ..., format: _Optional[_Union[Format, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., entry: _Optional[int] = ..., sealed: _Optional[bool] = ..., exact: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., pinned: _Optional[bool] = ..., kept_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., more_holders: _Optional[int] = ...) -> None: ...
+    k_error: float
+    v_error: float
+    def __init__(self, block_id: _Optional[int] = ..., state: _Optional[_Union[BlockState, str]] = ..., ref_count: _Optional[int] = ..., format: _Optional[_Union[Format, str]] = ..., tier: _Optional[_Union[Tier, str]] = ..., entry: _Optional[int] = ..., sealed: _Optional[bool] = ..., exact: _Optional[bool] = ..., num_tokens: _Optional[int] = ..., digest: _Optional[bytes] = ..., holders: _Optional[_Iterable[_Union[BlockHolder, _Mapping]]] = ..., idle_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., priority: _Optional[int] = ..., pinned: _Optional[bool] = ..., kept_for: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., more_holders: _Optional[int] = ..., k_error: _Optional[float] = ..., v_error: _Optional[float] = ...) -> None: ...
 
 class BlockTable(_message.Message):
     __slots__ = ("table_id", "lease_id", "holder", "block_ids", "entries", "num_tokens", "cached_tokens", "token_ids", "priority", "idle_time", "suspended")

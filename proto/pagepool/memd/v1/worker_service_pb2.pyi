@@ -35,7 +35,7 @@ class AttachRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("welcome", "heartbeat_ack", "step_result", "detach_ack", "capacity", "drain", "victim", "remap")
+    __slots__ = ("welcome", "heartbeat_ack", "step_result", "detach_ack", "capacity", "drain", "victim", "remap", "recode")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_ACK_FIELD_NUMBER: _ClassVar[int]
     STEP_RESULT_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class AttachResponse(_message.Message):
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     VICTIM_FIELD_NUMBER: _ClassVar[int]
     REMAP_FIELD_NUMBER: _ClassVar[int]
+    RECODE_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     heartbeat_ack: HeartbeatAck
     step_result: StepResult
@@ -52,26 +53,29 @@ class AttachResponse(_message.Message):
     drain: Drain
     victim: Victim
     remap: Remap
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., detach_ack: _Optional[_Union[DetachAck, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., victim: _Optional[_Union[Victim, _Mapping]] = ..., remap: _Optional[_Union[Remap, _Mapping]] = ...) -> None: ...
+    recode: Recode
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., step_result: _Optional[_Union[StepResult, _Mapping]] = ..., detach_ack: _Optional[_Union[DetachAck, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., victim: _Optional[_Union[Victim, _Mapping]] = ..., remap: _Optional[_Union[Remap, _Mapping]] = ..., recode: _Optional[_Union[Recode, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("worker_name", "lock_file", "geometry", "reclaim_epoch", "reclaim_lease_id", "takes_remaps")
+    __slots__ = ("worker_name", "lock_file", "geometry", "reclaim_epoch", "reclaim_lease_id", "takes_remaps", "takes_recodes")
     WORKER_NAME_FIELD_NUMBER: _ClassVar[int]
     LOCK_FILE_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     RECLAIM_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RECLAIM_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     TAKES_REMAPS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_RECODES_FIELD_NUMBER: _ClassVar[int]
     worker_name: str
     lock_file: str
     geometry: _types_pb2.Geometry
     reclaim_epoch: int
     reclaim_lease_id: int
     takes_remaps: bool
-    def __init__(self, worker_name: _Optional[str] = ..., lock_file: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.Geometry, _Mapping]] = ..., reclaim_epoch: _Optional[int] = ..., reclaim_lease_id: _Optional[int] = ..., takes_remaps: _Optional[bool] = ...) -> None: ...
+    takes_recodes: bool
+    def __init__(self, worker_name: _Optional[str] = ..., lock_file: _Optional[str] = ..., geometry: _Optional[_Union[_types_pb2.Geometry, _Mapping]] = ..., reclaim_epoch: _Optional[int] = ..., reclaim_lease_id: _Optional[int] = ..., takes_remaps: _Optional[bool] = ..., takes_recodes: _Optional[bool] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("epoch", "lease_id", "reclaimed", "heartbeat_interval", "heartbeat_timeout", "block_size", "unit_bytes", "num_blocks", "slabs")
+    __slots__ = ("epoch", "lease_id", "reclaimed", "heartbeat_interval", "heartbeat_timeout", "block_size", "unit_bytes", "num_blocks", "slabs", "fp8")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     RECLAIMED_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +85,7 @@ class Welcome(_message.Message):
     UNIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SLABS_FIELD_NUMBER: _ClassVar[int]
+    FP8_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     lease_id: int
     reclaimed: bool
@@ -90,7 +95,8 @@ class Welcome(_message.Message):
     unit_bytes: int
     num_blocks: int
     slabs: _containers.RepeatedCompositeFieldContainer[Slab]
-    def __init__(self, epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., reclaimed: _Optional[bool] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., heartbeat_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., block_size: _Optional[int] = ..., unit_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., slabs: _Optional[_Iterable[_Union[Slab, _Mapping]]] = ...) -> None: ...
+    fp8: bool
+    def __init__(self, epoch: _Optional[int] = ..., lease_id: _Optional[int] = ..., reclaimed: _Optional[bool] = ..., heartbeat_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., heartbeat_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., block_size: _Optional[int] = ..., unit_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., slabs: _Optional[_Iterable[_Union[Slab, _Mapping]]] = ..., fp8: _Optional[bool] = ...) -> None: ...
 
 class Slab(_message.Message):
     __slots__ = ("index", "size_bytes", "shared_memory", "cuda_ipc")
@@ -133,7 +139,7 @@ class HeartbeatAck(_message.Message):
     def __init__(self, sequence: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("step_id", "commits", "release_table_ids", "creates", "extends", "operations", "free_block_ids", "reserves", "acknowledged")
+    __slots__ = ("step_id", "commits", "release_table_ids", "creates", "extends", "operations", "free_block_ids", "reserves", "acknowledged", "recodings")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_TABLE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +149,7 @@ class Step(_message.Message):
     FREE_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     RESERVES_FIELD_NUMBER: _ClassVar[int]
     ACKNOWLEDGED_FIELD_NUMBER: _ClassVar[int]
+    RECODINGS_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     commits: _containers.RepeatedCompositeFieldContainer[Commit]
     release_table_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -152,7 +159,8 @@ class Step(_message.Message):
     free_block_ids: _containers.RepeatedScalarFieldContainer[int]
     reserves: _containers.RepeatedCompositeFieldContainer[ReserveRequest]
     acknowledged: int
-    def __init__(self, step_id: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., release_table_ids: _Optional[_Iterable[int]] = ..., creates: _Optional[_Iterable[_Union[TableRequest, _Mapping]]] = ..., extends: _Optional[_Iterable[_Union[ExtendRequest, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[TableOperation, _Mapping]]] = ..., free_block_ids: _Optional[_Iterable[int]] = ..., reserves: _Optional[_Iterable[_Union[ReserveRequest, _Mapping]]] = ..., acknowledged: _Optional[int] = ...) -> None: ...
+    recodings: _containers.RepeatedCompositeFieldContainer[Recoded]
+    def __init__(self, step_id: _Optional[int] = ..., commits: _Optional[_Iterable[_Union[Commit, _Mapping]]] = ..., release_table_ids: _Optional[_Iterable[int]] = ..., creates: _Optional[_Iterable[_Union[TableRequest, _Mapping]]] = ..., extends: _Optional[_Iterable[_Union[ExtendRequest, _Mapping]]] = ..., operations: _Optional[_Iterable[_Union[TableOperation, _Mapping]]] = ..., free_block_ids: _Optional[_Iterable[int]] = ..., reserves: _Optional[_Iterable[_Union[ReserveRequest, _Mapping]]] = ..., acknowledged: _Optional[int] = ..., recodings: _Optional[_Iterable[_Union[Recoded, _Mapping]]] = ...) -> None: ...
 
 class TableOperation(_message.Message):
     __slots__ = ("fork", "copy_on_write", "take", "truncate", "release_table_id", "suspend")
@@ -223,7 +231,7 @@ class Commit(_message.Message):
     def __init__(self, table_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class TableRequest(_message.Message):
-    __slots__ = ("ref", "token_ids", "salt", "priority", "num_blocks", "no_match", "packed_token_ids", "arrival", "headroom", "resume_table_id", "wait_for_prefix", "partial", "num_yields")
+    __slots__ = ("ref", "token_ids", "salt", "priority", "num_blocks", "no_match", "packed_token_ids", "arrival", "headroom", "resume_table_id", "wait_for_prefix", "partial", "num_yields", "exact")
     REF_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
@@ -237,6 +245,7 @@ class TableRequest(_message.Message):
     WAIT_FOR_PREFIX_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     NUM_YIELDS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
     ref: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     salt: bytes
@@ -250,7 +259,8 @@ class TableRequest(_message.Message):
     wait_for_prefix: bool
     partial: bool
     num_yields: int
-    def __init__(self, ref: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., no_match: _Optional[bool] = ..., packed_token_ids: _Optional[bytes] = ..., arrival: _Optional[float] = ..., headroom: _Optional[int] = ..., resume_table_id: _Optional[int] = ..., wait_for_prefix: _Optional[bool] = ..., partial: _Optional[bool] = ..., num_yields: _Optional[int] = ...) -> None: ...
+    exact: bool
+    def __init__(self, ref: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., salt: _Optional[bytes] = ..., priority: _Optional[int] = ..., num_blocks: _Optional[int] = ..., no_match: _Optional[bool] = ..., packed_token_ids: _Optional[bytes] = ..., arrival: _Optional[float] = ..., headroom: _Optional[int] = ..., resume_table_id: _Optional[int] = ..., wait_for_prefix: _Optional[bool] = ..., partial: _Optional[bool] = ..., num_yields: _Optional[int] = ..., exact: _Optional[bool] = ...) -> None: ...
 
 class ExtendRequest(_message.Message):
     __slots__ = ("ref", "table_id", "num_blocks")
@@ -345,6 +355,26 @@ class Remap(_message.Message):
     entry: int
     old_block_id: int
     def __init__(self, sequence: _Optional[int] = ..., table_id: _Optional[int] = ..., index: _Optional[int] = ..., block_id: _Optional[int] = ..., entry: _Optional[int] = ..., old_block_id: _Optional[int] = ...) -> None: ...
+
+class Recode(_message.Message):
+    __slots__ = ("sequence", "sources", "targets")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    sources: _containers.RepeatedScalarFieldContainer[int]
+    targets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence: _Optional[int] = ..., sources: _Optional[_Iterable[int]] = ..., targets: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Recoded(_message.Message):
+    __slots__ = ("sequence", "errors", "failed")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    errors: _containers.RepeatedScalarFieldContainer[float]
+    failed: bool
+    def __init__(self, sequence: _Optional[int] = ..., errors: _Optional[_Iterable[float]] = ..., failed: _Optional[bool] = ...) -> None: ...
 
 class Drain(_message.Message):
     __slots__ = ("grace",)
