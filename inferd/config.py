@@ -105,6 +105,11 @@ class InferdConfig:
         parse_wait,
         default=10.0,
     )
+    kv_precision: str = setting(
+        "how the KV of requests is stored that do not say: exact for none in FP8, any for whatever memd's --fp8 does",
+        choice("any", "exact"),
+        default="any",
+    )
     speculate_tokens: int = setting(
         "tokens that a request guesses a step from what followed the same words before, where it does not say itself; "
         f"the tokens are the same with and without (0, the default, is off; at most {MAX_SPECULATE_TOKENS})",

@@ -158,4 +158,5 @@ def usage(used: Used) -> pb.Usage:
         preemptions=used.preemptions,
         draft_tokens=used.draft_tokens,
         accepted_tokens=used.accepted_tokens,
+        lossy_tokens=used.lossy_tokens,
     )

@@ -27,6 +27,7 @@ from inferd.flight import Flight
 from inferd.open_requests import OpenRequests
 from inferd.pool_news import hear
 from inferd.prefix_log import PrefixWaitLog
+from inferd.recoding import Recodings
 from inferd.surroundings import Attachment, Model, Surroundings
 from inferd.tally import Tally
 from pagepool.errors import Code, PagepoolError, Reason
@@ -51,7 +52,7 @@ class Engine:
         self._scheduler = Scheduler(limits)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._attachment: Attachment | None = None
-        self._flight = Flight()
+        self._flight, self._recodings = Flight(), Recodings()
         self._warm = False
         self._attach_at, self._retry_s = 0.0, FIRST_RETRY_S
         self._detach_at: float | None = None
@@ -199,8 +200,8 @@ class Engine:
         steps = [*self._flight.acknowledged(), *self._scheduler.take_steps(now)]
         for step in steps:
             attachment.pool.submit(step)
-        if steps:
-            self._tally.add(memd_steps=len(steps))
+        if num_steps := len(steps) + self._recodings.serve(attachment):
+            self._tally.add(memd_steps=num_steps)
 
     def _lose(self, why: str, now: float) -> None:
         assert self._attachment is not None
@@ -216,8 +217,9 @@ class Engine:
         self._reporter.enter("attaching", now, why)
 
     def _detach(self, attachment: Attachment) -> None:
-        # Steps in flight read and write the pool's memory, which must not go away under them.
+        # What is in flight reads and writes the pool's memory, which must not go away under it.
         self._flight.abandon()
+        self._recodings.abandon()
         attachment.close()
         self._attachment = self._detach_at = None
 
@@ -226,7 +228,7 @@ class Engine:
     def _step(self, model: Model, began: float) -> bool:
         """Launch what there is to compute, and wait for the oldest step only if nothing may be launched before it.
 
-        Whether there was anything to do.
+        Where there is no step, wait for the oldest recoding. Whether there was anything to do.
         """
         plan = self._scheduler.plan(began)
         if plan is not None:
@@ -234,7 +236,7 @@ class Engine:
         elif self._flight:
             self._collect()
         else:
-            return False
+            return self._recodings.wait()
         while self._flight.full(model.depth):
             self._collect()
         return True

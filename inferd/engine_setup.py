@@ -133,7 +133,7 @@ def limits_on(kind: str, setup: Setup) -> Limits:
     """What a step may hold on a kind of device. PagepoolError if no step could be built."""
     tokens, sequences = DEFAULT_LIMITS[kind]
     most = setup.max_batch_tokens or tokens, setup.max_num_seqs or sequences, setup.max_queue
-    return Limits(*most, setup.speculate_tokens, setup.chunked_prefix, setup.prefix_wait_s)
+    return Limits(*most, setup.speculate_tokens, setup.chunked_prefix, setup.prefix_wait_s, setup.exact)
 
 
 def open_machine(index: int | None, setup: Setup, tell: Callable[[str], None]) -> Machine:
@@ -192,7 +192,7 @@ class Worker:
         # The geometry says nothing of the block size: that is memd's.
         geometry = geometry_message(self.served.layout(MIN_BLOCK_SIZE), self.identity, self.setup.model)
         with respawning():
-            attachment = Attachment(self.setup.memd, self.setup.name, geometry, takes_remaps=True)
+            attachment = Attachment(self.setup.memd, self.setup.name, geometry, takes_remaps=True, takes_recodes=True)
             session = PoolSession(attachment, self.mailbox.signal)
         try:
             bound = self.machine.bind(self.served, session, self.limits)
@@ -207,13 +207,13 @@ class Worker:
         def warm() -> None:
             if self.setup.warmup:
                 with gpu_errors(self.limits) if self.machine.device.type == "cuda" else nullcontext():
-                    warm_up(session, bound.model, self.limits, self.served.max_context)
+                    warm_up(session, bound.model, self.limits, self.served.max_context, fp8=session.fp8)
             # What has been made until now stays: a collection that looked at all of it would hold up every stream.
             gc.collect()
             gc.freeze()
             give_memory_back()
 
-        return surroundings.Attachment(session, bound.model, close, warm, lambda: session.unary_calls)
+        return surroundings.Attachment(session, bound.model, close, warm, lambda: session.unary_calls, session)
 
 
 def give_memory_back() -> None:

@@ -76,6 +76,7 @@ def setup(config: InferdConfig) -> Setup:
         prefix_wait_s=config.prefix_wait,
         speculate_tokens=config.speculate_tokens,
         chunked_prefix=config.enable_chunked_prefix,
+        exact=config.kv_precision == "exact",
         warmup=config.warmup,
         compile=config.compile == "on",
         graphs=config.graphs == "on",

@@ -73,6 +73,19 @@ class Scoring(Protocol):
         """The logprobs that rows and targets asked for, None if nothing did; known once `tokens` has returned."""
 
 
+class Recoding(Protocol):
+    """Blocks that were launched to be stored in another format. When it is over, nothing of it touches the pool."""
+
+    def done(self) -> bool:
+        """Whether the device has the bytes; never waits. DeviceLostError if nothing can follow."""
+
+    def errors(self) -> list[float]:
+        """Wait for it; if the blocks were compressed, K's and V's error of each, in their order, else nothing.
+
+        May be called again. Raises what went wrong, DeviceLostError if nothing can follow.
+        """
+
+
 class Model(Protocol):
     """A model over the blocks of one pool. Steps run one after the other, in the order in which they were launched."""
 
@@ -87,13 +100,46 @@ class Model(Protocol):
         with targets come only to a model whose pending steps are Scoring.
         """
 
+    def recode(self, sources: Sequence[int], targets: Sequence[int]) -> Recoding:
+        """Store blocks in other places, in the other of the native format and FP8; packed entries, of one format each.
+
+        It reads behind all steps launched before, and those launched later read behind it; need not wait. Raises what
+        went wrong, ValueError if such blocks cannot be recoded; then nothing of it runs any more. DeviceLostError.
+        """
+
+
+class Recode(Protocol):
+    """Blocks that memd wants stored in other places, in another format: packed entries, parallel to each other."""
+
+    @property
+    def sequence(self) -> int:
+        """Its number, which rises within a lease."""
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """Where they are, all of one format."""
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """Where they are to be too, in the other of the native format and FP8."""
+
+
+class RecodeLine(Protocol):
+    """Where a pool's Recodes come from, and their answers go: pagepool_client.session.PoolSession."""
+
+    def take_recodes(self) -> Sequence[Recode]:
+        """Those told since the last call, in order; never waits. The mailbox's signal is set when there are any."""
+
+    def answer_recode(self, sequence: int, errors: Sequence[float], *, failed: bool) -> None:
+        """Say in a step what has become of the oldest one that is not answered; see Recoding.errors."""
+
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
     """One life with memd: the pool, and the model bound to its memory. `close` gives both up, also after Lost.
 
     `close` is called when no step is in flight. `warm_up`, called before the first request, runs the shapes of the
-    serving path.
+    serving path. `recodes` is None if the worker has not said that it takes Recodes.
     """
 
     pool: KvPool
@@ -101,6 +147,7 @@ class Attachment:
     close: Callable[[], None]
     warm_up: Callable[[], None] = lambda: None
     unary_calls: Callable[[], int] = lambda: 0
+    recodes: RecodeLine | None = None
 
 
 @dataclass(frozen=True, slots=True)

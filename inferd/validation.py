@@ -76,10 +76,19 @@ def check(request: pb.GenerateRequest, card: ModelCard) -> Checked:
         speculate_tokens=_speculate_tokens(request),
         n=strategy.samples,
         beam=strategy.beam,
+        exact=_exact(request),
     )
     max_tokens = request.max_tokens if request.HasField("max_tokens") else None
     name, stops = request.request_id or uuid.uuid4().hex, list(request.stop)
     return Checked(name, max_tokens, stops, draft, strategy, scored=logprobs is not None)
+
+
+def _exact(request: pb.GenerateRequest) -> bool | None:
+    """Whether all of its KV has to be exact; None if the request does not say."""
+    if request.kv_precision not in pb.KvPrecision.values():
+        limit = "KV_PRECISION_EXACT or KV_PRECISION_ANY"
+        raise invalid_field("kv_precision", request.kv_precision, limit, "leave it out for the worker's own")
+    return request.kv_precision == pb.KV_PRECISION_EXACT if request.kv_precision else None
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], card: ModelCard) -> None:

@@ -11,7 +11,7 @@ from inferd.core.messages import Sampling
 from inferd.core.ports import Draining, Grant, KvPool, Lost, Refusal, Step, StepInput, TableRequest
 from inferd.sampler import Row
 from inferd.surroundings import Model
-from pagekernels.layout import slot_mapping
+from pagekernels.layout import Format, pack_entry, slot_mapping, unpack_entry
 from pagepool.errors import PagepoolError, Reason
 from pagepool.limits import MAX_PRIORITY
 
@@ -21,8 +21,10 @@ SAMPLINGS = (Sampling(temperature=0), Sampling(), Sampling(top_k=2, top_p=0.5, m
 log = structlog.get_logger(__name__)
 
 
-def warm_up(pool: KvPool, model: Model, limits: Limits, max_context: int) -> None:
+def warm_up(pool: KvPool, model: Model, limits: Limits, max_context: int, *, fp8: bool = False) -> None:
     """A full prefill, a decode of one sequence and one of as many as may run, and every kind of sampling.
+
+    With `fp8` a block is compressed and decompressed too, if there is room for it.
 
     Works on a table of its own, of which nothing is committed, so that nothing of it can be matched later. A short
     context or a pool with little room makes it shorter, a full one leaves it out. PagepoolError (UNAVAILABLE) if memd
@@ -46,6 +48,11 @@ def warm_up(pool: KvPool, model: Model, limits: Limits, max_context: int) -> Non
             positions, tables = [length - 1] * count, [grant.entries] * count
             decode = StepInput([0] * count, positions, last, [1] * count, [length] * count, tables, list(range(count)))
             model.launch(decode, [Row(sampling, length)] * count).tokens()
+    if fp8 and len(grant.entries) > 1:
+        first, other = grant.entries[:2]
+        compressed = pack_entry(Format.FP8_E4M3, *unpack_entry(other)[1:])  # of the table's own, so nobody's else
+        model.recode([first], [compressed]).errors()
+        model.recode([compressed], [first]).errors()
     pool.submit(Step(releases=[grant.table_id]))
 
 

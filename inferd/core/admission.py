@@ -142,6 +142,7 @@ class Admission:
             partial=True,
             wait_for_prefix=not resuming and self.waits.may_wait(sequence.request),
             num_yields=0 if resuming else sequence.num_preemptions,
+            exact=limits.exact if sequence.submit.exact is None else sequence.submit.exact,
         )
 
     def answered(self, ref: int) -> Sequence:

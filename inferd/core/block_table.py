@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass
 
 from inferd.core.ports import BlockCopy
+from pagekernels.layout import Format
 
 
 @dataclass(slots=True, eq=False)
@@ -25,3 +26,9 @@ class BlockTable:
     cached_tokens: int = 0
     num_writable: int = 0
     copy: BlockCopy | None = None
+    block_size: int = 0
+
+    @property
+    def num_lossy(self) -> int:
+        """Token positions in FP8 blocks, which are full."""
+        return self.block_size * sum(entry >> 29 == Format.FP8_E4M3 for entry in self.entries)

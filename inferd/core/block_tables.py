@@ -91,6 +91,7 @@ class BlockTables:
         table = BlockTable(
             grant.table_id, list(grant.block_ids), array("I", grant.entries), cached, cached, cached, room
         )
+        table.block_size = self._size
         if grant.copy_source is not None:
             table.copy, table.num_writable = BlockCopy(grant.copy_source, table.entries[cached // self._size]), 0
         self._tables[table.table_id] = table

@@ -17,6 +17,7 @@ class Limits:
 
     Without chunked_prefix no request takes from the pool what it has of its prompt: all of it is computed.
     speculate_tokens are the most that a sequence guesses a step where its request does not say; 0 is none.
+    With exact no KV of a request is stored lossily, where the request does not say.
     A request waits up to prefix_wait_s for a prefix that another one is computing, 0: not at all.
     PagepoolError (INVALID_FIELD, naming the flag) where no step could be built.
     """
@@ -27,6 +28,7 @@ class Limits:
     speculate_tokens: int = 0
     chunked_prefix: bool = True
     prefix_wait_s: float = 10.0
+    exact: bool = False
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:

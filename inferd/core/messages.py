@@ -71,6 +71,7 @@ class Setup:
     prefix_wait_s: float = 10.0
     speculate_tokens: int = 0
     chunked_prefix: bool = True
+    exact: bool = False
     warmup: bool = True
     compile: bool = True
     graphs: bool = True
@@ -106,7 +107,7 @@ class Submit:
 
     logprobs n asks for those of each token generated and of the n likeliest beside it, prompt_logprobs n for those of
     the prompt's tokens: such a request computes its whole prompt, whatever of it the pool has. speculate_tokens are the
-    most to guess a step; None is the engine's default.
+    most to guess a step, exact says whether no KV may be stored lossily; None is the engine's default.
 
     n asks for so many samples of one prompt: sample i has the number request + i, which belongs to it alone, and
     sampling.sample_index + i. Each ends by itself; the prompt's logprobs come under the first number. beam asks for
@@ -127,6 +128,7 @@ class Submit:
     speculate_tokens: int | None = None
     n: int = 1
     beam: Beam | None = None
+    exact: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ class Used:
     """What a request used; times in seconds.
 
     preemptions: how often its blocks went to a more urgent request. accepted_tokens: its drafts that were right.
+    lossy_tokens: those whose KV it read from FP8 blocks in the end.
     """
 
     prompt_tokens: int
@@ -171,6 +174,7 @@ class Used:
     preemptions: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    lossy_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,9 +80,8 @@ class Sequence:
         self.most_computed = 0  # the KV of so many tokens was there before a preemption
         self.stop_token_ids = frozenset(submit.stop_token_ids)
         self.arrived_at = arrived_at
-        self.started_at: float | None = None
-        self.first_token_at: float | None = None
-        self.last_token_at: float | None = None
+        times: tuple[float | None, float | None, float | None] = (None, None, None)
+        self.started_at, self.first_token_at, self.last_token_at = times
 
     @property
     def rank(self) -> tuple[int, float, int]:
@@ -290,6 +289,7 @@ class Sequence:
             preemptions=self.num_preemptions,
             draft_tokens=self.speculation.num_drafted if self.speculation else 0,
             accepted_tokens=self.speculation.num_accepted if self.speculation else 0,
+            lossy_tokens=self.table.num_lossy if self.table else 0,
         )
 
     def enter(self, phase: Phase) -> None:

@@ -21,13 +21,14 @@ from inferd.core.ports import StepInput
 from inferd.model.cuda_attention import CUDA_ATTENTION_NAME, LongSteps, ShortSteps, StepAttention
 from inferd.model.cuda_graphs import DECODE_SIZES, MIN_ROWS, MIXED_SIZES, CompiledForward, Graphs, ladder
 from inferd.model.cuda_logits import LogitsWork, rows_at_once
+from inferd.model.cuda_recoding import LaunchedRecoding, launch_recoding
 from inferd.model.cuda_steps import Room, StepBuffers, chunks_of, short_first, shorts_of
 from inferd.model.cuda_tokens import DEPTH, Launched, TokenRing, device_errors
 from inferd.model.load import ServedModel
-from inferd.model.runner import copies_of
+from inferd.model.recoding import copy_blocks
 from inferd.sampler import Row
 from pagekernels.cuda.decode import DecodeLayer
-from pagekernels.cuda.decode_shape import MAX_QUERY_TOKENS
+from pagekernels.cuda.decode_shape import MAX_QUERY_TOKENS, Tuning
 from pagekernels.cuda.device import CudaDevice
 from pagekernels.cuda.ops import CudaOps
 from pagekernels.cuda.sampling import GpuSampler
@@ -56,10 +57,11 @@ class RunnerLimits:
 
 @dataclass(frozen=True, slots=True)
 class DevicePool:
-    """The pool's memory as this process has it mapped."""
+    """The pool's memory as this process has it mapped, and whether there may be FP8 blocks in it."""
 
     address: int
     layout: PagedLayout
+    fp8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,8 @@ class CudaRunner:
             None if u.params.sinks is None else torch.tensor(u.params.sinks, device=where) for u in self._uses
         ]
         self._stream = torch.cuda.ExternalStream(device.stream_handle, device=device.index)  # type: ignore[no-untyped-call]
-        self._ops = CudaOps(device, pool.address, pool.layout, decode_layers(served))
+        self._ops = CudaOps(device, pool.address, pool.layout, decode_layers(served), Tuning(mixed=pool.fp8))
+        self._fp8 = pool.fp8
         self._blocks = limits.blocks(pool.layout.block_size)
         rows = ladder(DECODE_SIZES, limits.max_num_seqs)[-1]  # a captured step may have more than sequences may run
         with torch.cuda.stream(self._stream):
@@ -124,10 +127,21 @@ class CudaRunner:
                 self._stream.synchronize()  # what was launched of it still writes to blocks that are given back next
                 raise
 
+    def recode(self, sources: Sequence[int], targets: Sequence[int]) -> LaunchedRecoding:
+        """See inferd.surroundings.Model."""
+        with device_errors(), torch.inference_mode(), torch.cuda.stream(self._stream):
+            try:
+                return launch_recoding(self._device, self._ops, self._tokens.device, sources, targets)
+            except Exception:
+                self._stream.synchronize()  # the targets are given to somebody else next
+                raise
+
     def capture(self, tell: Callable[[str], None]) -> None:
         """Compile the forward and capture the steps of all sizes; from then on neither happens any more."""
         began = time.perf_counter()
         tell("compiling the model for the GPU (some ten seconds the first time)")
+        if self._fp8:
+            self._ops.load_compression()
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             attention = ShortSteps(self._ops, self._uses, self._short.batch)
             logits = self._run(self._short, attention, MIN_ROWS)
@@ -186,7 +200,7 @@ class CudaRunner:
     def _launch(self, step: StepInput, rows: Sequence[Row]) -> Launched:
         slot = self._ring.begin()
         if step.copies:
-            self._ops.copy_blocks(*copies_of(step))
+            copy_blocks(self._ops, step.copies)
         need = room_for(step)
         rungs = () if step.targets else self._rungs  # which have no rows for targets
         if rung := next((rung for rung in rungs if rung.holds(need)), None):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from inferd.core.ports import StepInput
@@ -16,6 +15,7 @@ from inferd.logprobs import Scores, score
 from inferd.model.attention import PagedAttention, attending
 from inferd.model.load import ServedModel
 from inferd.model.probe import forward
+from inferd.model.recoding import Recoded, are_compressed, copy_blocks, entries_of
 from inferd.sampler import Row, sample
 from pagekernels.ops import AttentionBatch, PagedOps
 
@@ -55,6 +55,14 @@ class ModelRunner:
         tokens = sample(logits[: len(rows)], rows)
         return Computed(tokens, forward_s, score(logits, step.targets, rows, tokens))
 
+    def recode(self, sources: Sequence[int], targets: Sequence[int]) -> Recoded:
+        """Recode the blocks; see inferd.surroundings.Model."""
+        given, wanted = entries_of(sources, targets)
+        if are_compressed(given):
+            self._ops.decompress_blocks(given, wanted)
+            return Recoded()
+        return Recoded(self._ops.compress_blocks(given, wanted).flatten().tolist())
+
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
         """Write the K and V of the step's tokens into their slots; float32 [rows, vocab_size] logits.
@@ -62,8 +70,7 @@ class ModelRunner:
         The rows are the step's logit_rows and then those of its targets.
         """
         if step.copies:
-            sources, targets = copies_of(step)
-            self._ops.copy_blocks(sources, targets)
+            copy_blocks(self._ops, step.copies)
         self._attention.begin(attention_batch(step), np.array(step.slots, np.int64))
         input_ids = torch.tensor([step.token_ids])
         position_ids = torch.tensor([step.positions])
@@ -72,12 +79,6 @@ class ModelRunner:
         with attending(self._attention):
             logits = forward(self.served.model, input_ids, position_ids, rows)
         return logits.float()
-
-
-def copies_of(step: StepInput) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """The packed entries, uint32 [N] each, of the blocks that a step copies and of their copies."""
-    sources = np.array([copy.source for copy in step.copies], np.uint32)
-    return sources, np.array([copy.target for copy in step.copies], np.uint32)
 
 
 def attention_batch(step: StepInput) -> AttentionBatch:

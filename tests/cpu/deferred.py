@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from inferd.core.ports import StepInput
 from inferd.logprobs import Scores
+from inferd.recoding import Unlaunched
 from inferd.sampler import Row
-from inferd.surroundings import Model, Pending, Scoring
+from inferd.surroundings import Model, Pending, Recoding, Scoring
 
 
 class Deferred:
@@ -25,6 +26,8 @@ class Deferred:
         self.in_flight: deque[DeferredStep] = deque()
         self.fail_launch: Exception | None = None
         self.launched: list[StepInput] = []
+        self.recoding: deque[DeferredRecoding] = deque()
+        self.fail_recode: Exception | None = None
 
     def launch(self, step: StepInput, rows: Sequence[Row]) -> DeferredStep:
         assert len(self.in_flight) < self.depth
@@ -40,6 +43,49 @@ class Deferred:
         self.in_flight.append(DeferredStep(self, step, rows, before))
         self.launched.append(step)
         return self.in_flight[-1]
+
+    def recode(self, sources: Sequence[int], targets: Sequence[int]) -> DeferredRecoding:
+        if self.fail_recode is not None:
+            error, self.fail_recode = self.fail_recode, None
+            raise error
+        self.recoding.append(DeferredRecoding(self, sources, targets, list(self.in_flight)))
+        return self.recoding[-1]
+
+    def recode_before(self, step: DeferredStep) -> None:
+        """What was launched before a step is over before it."""
+        while self.recoding and step not in self.recoding[0].behind:
+            self.recoding[0].run()
+
+
+@dataclass(eq=False)
+class DeferredRecoding:
+    """A Recoding that runs behind the steps that were in flight at its launch, and before those launched later.
+
+    `done` only once it was waited for, or a later step has run: a device says by itself when it is, this one never.
+    """
+
+    owner: Deferred
+    sources: Sequence[int]
+    targets: Sequence[int]
+    behind: list[DeferredStep]
+    computed: Recoding | None = None
+
+    def done(self) -> bool:
+        return self.computed is not None
+
+    def errors(self) -> list[float]:
+        while not self.done():
+            assert not any(step in self.owner.in_flight for step in self.behind), "it would wait for a step"
+            self.owner.recoding[0].run()
+        assert self.computed
+        return self.computed.errors()
+
+    def run(self) -> None:
+        assert self.owner.recoding.popleft() is self
+        try:
+            self.computed = self.owner.model.recode(self.sources, self.targets)
+        except ValueError as error:
+            self.computed = Unlaunched(error)
 
 
 @dataclass(eq=False)
@@ -59,7 +105,9 @@ class DeferredStep:
         return self.computed.forward_s
 
     def tokens(self) -> list[int]:
-        assert self.owner.in_flight.popleft() is self, "collected out of order"
+        assert self.owner.in_flight[0] is self, "collected out of order"
+        self.owner.recode_before(self)
+        self.owner.in_flight.popleft()
         ids = [token if token >= 0 else self._resolved(-1 - token) for token in self.step.token_ids]
         self.before = None
         self.computed = self.owner.model.launch(replace(self.step, token_ids=ids), self.rows)

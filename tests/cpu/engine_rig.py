@@ -77,7 +77,7 @@ class Rig:
         # One that has steps in flight itself keeps account of them as Deferred does.
         self.device = Deferred(self.model, self.depth) if self.model.depth == 1 else self.model
         self.session.on_step, self.session.on_answer = self._check_step, self._check_held
-        return Attachment(self.session, self.device, self._closer(self.session), self._warm_up)
+        return Attachment(self.session, self.device, self._closer(self.session), self._warm_up, recodes=self.session)
 
     def _check_step(self, step: Step) -> None:
         """What memd hears is true: KV that is committed has been written, no device writes to what is given back."""
@@ -123,6 +123,7 @@ class Rig:
 
         def close() -> None:
             assert not device.in_flight, "the pool's memory is given up under a running step"
+            assert not getattr(device, "recoding", ()), "the pool's memory is given up under a recoding"
             self.closed.append(session)
             if session.pool is self.pool:
                 session.pool.detach(session.lease_id, 0.0)

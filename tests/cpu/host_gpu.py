@@ -24,6 +24,7 @@ from inferd.model.load import ServedModel
 from pagekernels.cpu.ops import CpuOps
 from pagekernels.cuda.arrays import DeviceArray
 from pagekernels.cuda.batch import DeviceBatch
+from pagekernels.cuda.decode_shape import Tuning
 from pagekernels.layout import PagedLayout
 from pagekernels.ops import AttentionBatch, AttentionParams
 from tests.cpu.logits_work import TwinSampler
@@ -48,7 +49,12 @@ class HostApi:
         ctypes.memmove(target.ctypes.data, address, target.nbytes)
 
     def Event(self, _flags: int) -> Any:  # noqa: N802 pycuda's name
-        return SimpleNamespace(record=lambda _stream: None, synchronize=lambda: None, time_since=lambda _event: 0.1)
+        return SimpleNamespace(
+            record=lambda _stream: None,
+            synchronize=lambda: None,
+            query=lambda: True,
+            time_since=lambda _event: 0.1,
+        )
 
 
 class Memory:
@@ -80,10 +86,10 @@ def host(array: DeviceArray) -> npt.NDArray[Any]:
 class HostOps:
     """pagekernels.cuda.ops.CudaOps by the CPU's kernels."""
 
-    def __init__(self, _device: Any, address: int, layout: PagedLayout, _layers: Any) -> None:
+    def __init__(self, _device: Any, address: int, layout: PagedLayout, _layers: Any, tuning: Tuning) -> None:
         size = layout.block_bytes * HostGraphs.num_blocks
         self._ops = CpuOps(np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8), layout)
-        self.copied: list[int] = []
+        self.tuning, self.is_loaded = tuning, False
 
     def plan(self, batch: DeviceBatch) -> None:
         """Nothing to plan."""
@@ -105,6 +111,17 @@ class HostOps:
 
     def copy_blocks(self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]) -> None:
         self._ops.copy_blocks(sources, targets)
+
+    def compress_blocks(
+        self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32], errors: torch.Tensor
+    ) -> None:
+        errors.copy_(torch.from_numpy(self._ops.compress_blocks(sources, targets)))
+
+    def decompress_blocks(self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]) -> None:
+        self._ops.decompress_blocks(sources, targets)
+
+    def load_compression(self) -> None:
+        self.is_loaded = True
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -171,7 +188,13 @@ class HostGraphs:
 
 @contextmanager
 def host_runner(
-    served: ServedModel, block_size: int, num_blocks: int, limits: RunnerLimits, patch: pytest.MonkeyPatch
+    served: ServedModel,
+    block_size: int,
+    num_blocks: int,
+    limits: RunnerLimits,
+    patch: pytest.MonkeyPatch,
+    *,
+    fp8: bool = False,
 ) -> Iterator[CudaRunner]:
     """A CudaRunner over a pool of so many blocks, full of NaN, in this process's memory."""
     as_tensor = torch.as_tensor
@@ -188,7 +211,7 @@ def host_runner(
     patch.setattr(HostGraphs, "num_blocks", num_blocks)
     layout = served.layout(block_size)
     slab = np.full(layout.block_bytes * num_blocks, 0xFF, np.uint8)
-    pool = DevicePool(int(slab.ctypes.data), layout)
+    pool = DevicePool(int(slab.ctypes.data), layout, fp8)
     device: Any = HostDevice()
     runner = CudaRunner(served, compiled(served, compile_=False), device, pool, limits)
     try:

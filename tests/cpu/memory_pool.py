@@ -16,12 +16,14 @@ from inferd.core.history import Extras
 from inferd.core.messages import Adjustments, Sampling, Submit
 from inferd.core.ports import Capacity, Grant, Lost, PoolEvent, PoolInfo, Refusal, Step, StepInput, Victim
 from inferd.logprobs import Scores, score
+from inferd.model.recoding import Recoded as Over
 from inferd.sampler import Row, sample
 from memd.core import operations, values
 from memd.core.geometry import Geometry
 from memd.core.pool import Pool
 from pagekernels.layout import LAYOUT_VERSION, Format, LayerShape, unpack_entry
 from pagepool.pool_values import Remap
+from pagepool_client.recodes import Recode, Recoded
 
 VOCAB = 211
 
@@ -54,6 +56,8 @@ class MemoryPool:
         self.grants: dict[int, Grant] = {}
         self._late: deque[PoolEvent] = deque()
         self._events: deque[PoolEvent] = deque()
+        self.recodes: deque[Recode] = deque()
+        self.recodings: list[Recoded] = []
         self._of_pool.setdefault(pool, {})[self.lease_id] = self
 
     @property
@@ -112,9 +116,22 @@ class MemoryPool:
         self._events.append(event)
         self.signal.set()
 
+    def recode(self, *recodes: Recode) -> None:
+        """memd wants blocks to be stored in another format; its core has no part in it here."""
+        self.recodes += recodes
+        self.signal.set()
+
+    def take_recodes(self) -> list[Recode]:
+        told = list(self.recodes)
+        self.recodes.clear()
+        return told
+
+    def answer_recode(self, sequence: int, errors: Sequence[float], *, failed: bool) -> None:
+        self.recodings.append(Recoded(sequence, tuple(errors), failed))
+
     def _hear_news(self) -> None:
         news: list[tuple[int, PoolEvent]] = [(lease, Victim(table)) for lease, table in self.pool.victims.take_news()]
-        news += [(lease, Capacity(blocks)) for lease, blocks in self.pool.take_capacity_news()]
+        news += [(lease, Capacity(blocks)) for lease, blocks in self.pool.waiting.take_news()]
         for lease, event in news:
             if (session := self._of_pool[self.pool].get(lease)) is not None:
                 session.say(event)
@@ -199,6 +216,16 @@ class TokenModel:
         logits = self.forward(step)
         tokens = sample(logits[: len(rows)], rows)
         return Computed(tokens, 1e-4, score(logits, step.targets, rows, tokens))
+
+    def recode(self, sources: Sequence[int], targets: Sequence[int]) -> Over:
+        """What a block holds is in the target too; the error of each is its source, and that plus 0.5."""
+        size = self._block_size
+        for source, target in zip(sources, targets, strict=True):
+            unit, other = (unpack_entry(entry)[2] for entry in (source, target))
+            assert min(self._kv[unit * size : (unit + 1) * size]) >= 0, "a block is recoded that was never written"
+            self._kv[other * size : (other + 1) * size] = self._kv[unit * size : (unit + 1) * size]
+        native = [source for source in sources if unpack_entry(source)[0] is not Format.FP8_E4M3]
+        return Over([error for source in native for error in (source, source + 0.5)])
 
     def holds(self, table: Sequence[int], first: int, tokens: Sequence[int]) -> bool:
         """Whether the KV of these tokens has been written to the table's positions from `first` on."""

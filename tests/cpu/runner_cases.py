@@ -86,6 +86,9 @@ class Flying:
         self.in_flight.append(FlyingStep(self, step, self.model.launch(step, rows)))
         return self.in_flight[-1]
 
+    def recode(self, sources: Sequence[int], targets: Sequence[int]) -> Any:
+        return self.model.recode(sources, targets)
+
 
 @dataclass
 class FlyingStep:

@@ -9,6 +9,7 @@ import pytest
 from inferd.core.limits import Limits
 from inferd.core.ports import Lost
 from inferd.warmup import warm_up
+from pagekernels.layout import Format, pack_entry, unpack_entry
 from pagepool.errors import PagepoolError, Reason
 from tests.cpu.memory_pool import MemoryPool, TokenModel, make_pool
 
@@ -39,6 +40,35 @@ def test_a_pool_with_little_room_makes_it_shorter_and_a_full_one_leaves_it_out()
     pool.pool.allocate_blocks(lease, 1, 0.0)
     warm_up(pool, model, LIMITS, CONTEXT)
     assert len(model.steps) == 7
+
+
+@pytest.mark.parametrize(("num_blocks", "count"), [(64, 2), (1, 0)])
+def test_where_blocks_may_be_fp8_one_is_compressed_and_decompressed_in_blocks_of_its_own(
+    num_blocks: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, model = session(num_blocks)
+    recoded: list[tuple[list[int], list[int]]] = []
+    recode = model.recode
+
+    def note(sources: list[int], targets: list[int]) -> object:
+        recoded.append((sources, targets))
+        return recode(sources, targets)
+
+    monkeypatch.setattr(model, "recode", note)
+    warm_up(pool, model, LIMITS, CONTEXT)
+    assert recoded == []
+    warm_up(pool, model, LIMITS, CONTEXT, fp8=True)
+    assert len(recoded) == count
+    table = list(model.steps[-1].tables[0])
+    if recoded:
+        ((native,), (single,)), (singles, natives) = recoded
+        assert (singles, natives) == ([single], [native])
+        formats = [unpack_entry(entry)[0] for entry in (native, single)]
+        assert formats == [Format.F32, Format.FP8_E4M3]
+        assert {native, pack_entry(Format.F32, *unpack_entry(single)[1:])} <= set(table)
+        assert pool.info.num_blocks == num_blocks
+    pool.pool.check()
+    assert (pool.pool.usage().held, pool.pool.usage().cached) == (0, 0)
 
 
 def test_no_position_lies_beyond_the_models_context() -> None:

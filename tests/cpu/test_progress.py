@@ -136,7 +136,7 @@ def play(total: int, jobs: Sequence[Job], owners: Sequence[int], turns: Sequence
         finished += hosts[turn].turn(now)
         pool.tick(now)
         tell(pool, hosts)
-        pool.take_capacity_news()
+        pool.waiting.take_news()
         if not any(host.jobs for host in hosts):
             break
     assert [host.jobs for host in hosts] == [[], [], []], "some never finish"

@@ -52,7 +52,7 @@ def is_told_to_wait(answer: Grant | Refusal) -> bool:
 
 def told(worker: Worker) -> bool:
     """Whether the worker hears that it may ask again; each news comes once."""
-    return worker.lease in [lease_id for lease_id, _ in worker.pool.take_capacity_news()]
+    return worker.lease in [lease_id for lease_id, _ in worker.pool.waiting.take_news()]
 
 
 def commit(worker: Worker, table_id: int, tokens: Sequence[int], now: float = 0.0) -> None:
@@ -125,7 +125,7 @@ def test_what_will_not_be_is_not_waited_for_any_more(first: Worker, second: Work
         case "detach":
             first.pool.detach(first.lease, 0.0)
         case "lost":
-            first.pool.fail_lease(first.lease)
+            first.pool.fail_lease(first.lease, 1.0)
         case "gone":
             first.pool.stream_broken(first.lease)
             first.pool.process_gone(first.lease, 0.0)
@@ -175,7 +175,7 @@ def test_of_those_that_wait_one_goes_on_and_the_others_wait_for_it(first: Worker
     assert is_told_to_wait(ask(second, LONG))
     assert is_told_to_wait(ask(third, LONG))
     first.step(releases=[table])
-    assert first.pool.take_capacity_news() == [(second.lease, 80), (third.lease, 80)]
+    assert first.pool.waiting.take_news() == [(second.lease, 80), (third.lease, 80)]
     assert granted(ask(third, LONG)).cached_tokens == 0
     assert is_told_to_wait(ask(second, LONG))
 

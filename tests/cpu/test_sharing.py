@@ -193,9 +193,9 @@ def test_who_waits_hears_that_a_pin_has_ended(pool: Pool) -> None:
     pool.prefixes.pin(PinRequest(A, 5.0, pinned=True), 0.0)
     worker = pool.attach("worker", "other", 100.0, 0.0).lease.lease_id
     assert pool.step(worker, Step(1, creates=[TableRequest([5], 8)]), 0.0).refusals
-    assert pool.take_capacity_news() == []
+    assert pool.waiting.take_news() == []
     pool.tick(5.0)
-    assert pool.take_capacity_news() == [(worker, 8)]
+    assert pool.waiting.take_news() == [(worker, 8)]
 
 
 def test_eviction_goes_by_priority_and_spares_what_is_pinned(pool: Pool, client: int) -> None:

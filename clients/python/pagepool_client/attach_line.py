@@ -18,6 +18,7 @@ from pagepool.pool_values import Capacity, Draining, Lost, PoolEvent, Step, Vict
 from pagepool_client.attach_stream import AttachStream
 from pagepool_client.channels import socket_path
 from pagepool_client.lease_keeper import LeaseKeeper, may_pass
+from pagepool_client.recodes import Recode, Recoded, add_recoded, recode_of
 from pagepool_client.wire import events_of, pool_info, remap_event, step_message
 
 DETACH_TIMEOUT_S = 2.0
@@ -28,7 +29,8 @@ RECLAIM_TIMEOUT_S = 1.0
 class Attachment:
     """How a worker attaches. `memd` is the target of its Unix socket; `timeout_s` bounds the wait for its Welcome.
 
-    Who `takes_remaps` gets such events, and acknowledges them in its steps; else no block of its tables moves.
+    Who `takes_remaps` gets such events, and acknowledges them in its steps; else no block of its tables moves. Who
+    `takes_recodes` does what PoolSession.take_recodes has, and answers it.
     """
 
     memd: str
@@ -37,17 +39,28 @@ class Attachment:
     timeout_s: float = 5.0
     clock: Callable[[], float] = time.monotonic
     takes_remaps: bool = False
+    takes_recodes: bool = False
 
 
 class AttachLine:
     """The line of one lease. `post` is called with each event, in order, from threads of the line; Lost is the last.
 
+    So is `post_recode`, with each Recode once: one that memd tells again on a new stream was answered by a step that is
+    sent again there, or will be. Done again, it could write to blocks that the first answer has given away.
+
     Steps that were not answered when a stream broke are sent again once the lease is reclaimed, with the ids they
     had: memd answers those it has applied already as it did the first time.
     """
 
-    def __init__(self, attachment: Attachment, lock_file: str, post: Callable[[PoolEvent], None]) -> None:
-        self._attachment, self._lock_file, self._post = attachment, lock_file, post
+    def __init__(
+        self,
+        attachment: Attachment,
+        lock_file: str,
+        post: Callable[[PoolEvent], None],
+        post_recode: Callable[[Recode], None] = lambda _recode: None,
+    ) -> None:
+        self._attachment, self._lock_file, self._post, self._post_recode = attachment, lock_file, post, post_recode
+        self._last_recode = 0
         # Guards the order of steps on the wire, also while they are sent again.
         self._sending = threading.Lock()
         self._unanswered: deque[tuple[int, AttachRequest]] = deque()
@@ -57,7 +70,7 @@ class AttachLine:
         self._keeper = LeaseKeeper(self, attachment.clock)
         self._stream = self._open(Hello(), attachment.timeout_s)
         welcome = self._stream.welcome
-        self.info = pool_info(welcome)
+        self.info, self.fp8 = pool_info(welcome), welcome.fp8
         self._keeper.start(to_seconds(welcome.heartbeat_interval), to_seconds(welcome.heartbeat_timeout))
 
     @property
@@ -65,12 +78,17 @@ class AttachLine:
         """Unary calls made on the line's channels."""
         return self._unary_calls + self._stream.unary_calls.count
 
-    def submit(self, step: Step) -> None:
-        """Send a step; dropped once the lease is lost. Raises ValueError if a number does not fit the message."""
+    def submit(self, step: Step, recoded: Recoded | None = None) -> None:
+        """Send a step, and in it what has become of a Recode; dropped once the lease is lost.
+
+        Raises ValueError if a number does not fit the message.
+        """
         with self._sending:
             if self._over:
                 return
             message = step_message(self.steps_sent + 1, step)
+            if recoded is not None:
+                add_recoded(message.step, recoded)
             self.steps_sent += 1
             self._unanswered.append((self.steps_sent, message))
             self._stream.send(message)
@@ -123,6 +141,7 @@ class AttachLine:
         hello.lock_file = self._lock_file
         hello.geometry.CopyFrom(self._attachment.geometry)
         hello.takes_remaps = self._attachment.takes_remaps
+        hello.takes_recodes = self._attachment.takes_recodes
         return AttachStream(self._attachment.memd, hello, self._deliver, self._keeper.broken, timeout_s)
 
     def _retire(self, successor: AttachStream) -> None:
@@ -144,8 +163,15 @@ class AttachLine:
                 self._post(Victim(message.victim.table_id))
             case "remap":
                 self._post(remap_event(message.remap))
+            case "recode":
+                self._told(recode_of(message.recode))
             case "drain":
                 self._post(Draining(to_seconds(message.drain.grace)))
+
+    def _told(self, recode: Recode) -> None:
+        if recode.sequence > self._last_recode:
+            self._last_recode = recode.sequence
+            self._post_recode(recode)
 
     def _answered(self, result: StepResult) -> None:
         if not self._unanswered or self._unanswered[0][0] > result.step_id:

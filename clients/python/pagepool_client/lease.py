@@ -57,6 +57,19 @@ class PoolLease:
         answer: pb.CopyBlocksResponse = self._change("CopyBlocks", self._words.copy(block_ids))
         return answer
 
+    def compress(self, block_ids: Sequence[int]) -> Sequence[pb.Compression]:
+        """Have a worker store sealed blocks, whoever has them, as FP8 blocks; what became of each.
+
+        A block that would lose too much stays as it is.
+        """
+        answer: pb.CompressBlocksResponse = self._change("CompressBlocks", self._words.compress(block_ids))
+        return answer.compressions
+
+    def decompress(self, block_ids: Sequence[int]) -> Sequence[pb.Compression]:
+        """Have a worker store FP8 blocks in the native format; they do not become exact."""
+        answer: pb.DecompressBlocksResponse = self._change("DecompressBlocks", self._words.decompress(block_ids))
+        return answer.compressions
+
     def create_table(
         self, token_ids: Sequence[int] = (), num_blocks: int = 0, *, salt: bytes = b"", priority: int = 0
     ) -> BlockTable:

@@ -87,6 +87,18 @@ class LeaseWords:
             request_id=request_id(), epoch=self.epoch, lease_id=self.lease_id, block_ids=block_ids
         )
 
+    def compress(self, block_ids: Sequence[int]) -> pool.CompressBlocksRequest:
+        """FP8 blocks."""
+        return pool.CompressBlocksRequest(
+            request_id=request_id(), epoch=self.epoch, lease_id=self.lease_id, block_ids=block_ids
+        )
+
+    def decompress(self, block_ids: Sequence[int]) -> pool.DecompressBlocksRequest:
+        """Blocks of the native format."""
+        return pool.DecompressBlocksRequest(
+            request_id=request_id(), epoch=self.epoch, lease_id=self.lease_id, block_ids=block_ids
+        )
+
     def fork_table(self, table_id: int) -> pool.ForkBlockTableRequest:
         """A table that shares another one's blocks."""
         return pool.ForkBlockTableRequest(

@@ -12,6 +12,7 @@ from pagepool.inferd.v1.generation_service_pb2 import (
     ChatPrompt,
     EarlyStopping,
     GenerateRequest,
+    KvPrecision,
     SamplingParams,
     TextPrompt,
 )
@@ -52,6 +53,7 @@ class Options(TypedDict, total=False):
     logprobs: int
     prompt_logprobs: int
     speculate_tokens: int
+    kv_precision: Literal["exact", "any"]
     n: int
     best_of: int
     beam: Beam | BeamSearch
@@ -64,8 +66,9 @@ _STOPPING = {
     True: EarlyStopping.EARLY_STOPPING_FULL,
     "never": EarlyStopping.EARLY_STOPPING_NEVER,
 }
+_PRECISIONS = {"exact": KvPrecision.KV_PRECISION_EXACT, "any": KvPrecision.KV_PRECISION_ANY}
 _SAMPLING = frozenset(field.name for field in SamplingParams.DESCRIPTOR.fields)
-_OTHERS = frozenset(Options.__annotations__) - _SAMPLING - {"parse_special_tokens", "beam"}
+_OTHERS = frozenset(Options.__annotations__) - _SAMPLING - {"parse_special_tokens", "beam", "kv_precision"}
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
@@ -99,6 +102,10 @@ def generate_request(
         _put(request, name, options)
     if (beam := options.get("beam")) is not None:
         request.beam.CopyFrom(beam if isinstance(beam, BeamSearch) else _beam_search(beam))
+    if (precision := options.get("kv_precision")) is not None:
+        if precision not in _PRECISIONS:
+            raise invalid_field("kv_precision", repr(precision), '"exact" or "any"', "correct it")
+        request.kv_precision = _PRECISIONS[precision]
     for name in _SAMPLING & set(options):
         _put(request.sampling, name, options)
     if prompt is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -17,6 +18,7 @@ from pagepool_client.attach_line import AttachLine, Attachment
 from pagepool_client.channels import socket_path
 from pagepool_client.cuda_mapping import CudaMapping
 from pagepool_client.mapping import LeaseLock, SlabMapping
+from pagepool_client.recodes import Recode, Recoded
 
 LEASE_FOLDER = "leases"
 
@@ -41,9 +43,10 @@ class PoolSession:
         folder = socket_path(attachment.memd).parent / LEASE_FOLDER
         self._signal = signal or threading.Event()
         self._events: deque[PoolEvent] = deque()
+        self._recodes: deque[Recode] = deque()
         self._lock = LeaseLock(folder, attachment.worker_name)
         try:
-            self._line = AttachLine(attachment, self._lock.name, self._post)
+            self._line = AttachLine(attachment, self._lock.name, self._post, self._post_recode)
             self._mapping = self._mapped()
         except BaseException:
             self._lock.release()
@@ -64,10 +67,19 @@ class PoolSession:
         self._events.append(event)
         self._signal.set()
 
+    def _post_recode(self, recode: Recode) -> None:
+        self._recodes.append(recode)
+        self._signal.set()
+
     @property
     def info(self) -> PoolInfo:
         """The pool this session is attached to."""
         return self._line.info
+
+    @property
+    def fp8(self) -> bool:
+        """Whether tables may have FP8 blocks, from the beginning or by a Remap."""
+        return self._line.fp8
 
     @property
     def memory(self) -> memoryview | CudaMapping:
@@ -109,6 +121,20 @@ class PoolSession:
         while self._events:
             events.append(self._events.popleft())
         return events
+
+    def take_recodes(self) -> list[Recode]:
+        """What memd wants to be recoded, in order, each once; never waits. Empty unless the worker takes Recodes.
+
+        To be launched behind all that was launched before, and answered in this order, unless the lease is lost.
+        """
+        recodes = []
+        while self._recodes:
+            recodes.append(self._recodes.popleft())
+        return recodes
+
+    def answer_recode(self, sequence: int, errors: Sequence[float] = (), *, failed: bool = False) -> None:
+        """Say, in a step of its own, what has become of the oldest Recode that is not answered; see Recoded."""
+        self._line.submit(Step(), Recoded(sequence, errors, failed))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is an event, or `wake` is called, or the signal set; False on time-out."""

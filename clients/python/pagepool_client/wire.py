@@ -79,6 +79,7 @@ def step_message(step_id: int, step: Step) -> AttachRequest:
             partial=request.partial,
             wait_for_prefix=request.wait_for_prefix,
             num_yields=request.num_yields,
+            exact=request.exact,
         )
     for extend in step.extends:
         words.extends.add(ref=extend.ref, table_id=extend.table_id, num_blocks=extend.num_blocks)

@@ -25,7 +25,7 @@ _WARPS, _THREADS = 8, 256
 class Compression:
     """Compresses and decompresses blocks on the slabs at these addresses. Only launches; see ops.CudaOps.
 
-    The kernels of a layout are compiled when first asked for: pools that keep 16 bits never need them.
+    The kernels of a layout are compiled when first asked for, or by `load`: pools that keep 16 bits never need them.
     """
 
     def __init__(self, device: CudaDevice, slabs: Sequence[int], layout: PagedLayout) -> None:
@@ -45,6 +45,12 @@ class Compression:
         """See CudaOps.decompress_blocks."""
         checks.check_decompress(self._layout, MAX_UNITS, sources, targets)
         self._launch("decompress_blocks", sources, targets, 0)
+
+    def load(self) -> None:
+        """Compile and load all that any call will need."""
+        for first, _ in runs(self._layout):
+            for name in ("compress_blocks", "decompress_blocks"):
+                self._kernel(name, first)
 
     def _launch(self, name: str, sources: Entries, targets: Entries, errors: int) -> None:
         for first_pair in range(0, len(sources), PAIRS):

@@ -99,6 +99,10 @@ class CudaOps:
         """Store FP8 blocks as blocks of the native format; see compress_blocks."""
         self._compression.decompress(sources, targets)
 
+    def load_compression(self) -> None:
+        """Compile what compress_blocks and decompress_blocks need, so that neither does when it is called."""
+        self._compression.load()
+
     def gather(
         self, layer: int, batch: DeviceBatch, seq: int, tokens: tuple[int, int], k: DeviceTensor, v: DeviceTensor
     ) -> None:

@@ -14,7 +14,8 @@ from pagepool_client.prompts import Beam, Options
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-_NAMES = (*_SAMPLING, *_PENALTIES, "speculate_tokens", "logprobs", "prompt_logprobs", "n", "best_of")
+_OTHERS = ("speculate_tokens", "kv_precision", "logprobs", "prompt_logprobs", "n", "best_of")
+_NAMES = (*_SAMPLING, *_PENALTIES, *_OTHERS)
 _BEAM = ("length_penalty", "early_stopping", "num_return_sequences")
 _STOPPING: dict[str, bool | Literal["never"]] = {"heuristic": False, "full": True, "never": "never"}
 
@@ -33,6 +34,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="guess up to N tokens a step from what the text repeats; changes speed only (0: off)",
+    )
+    parser.add_argument(
+        "--kv-precision",
+        choices=("exact", "any"),
+        help="attend to exact KV only, or also to FP8 (default: the worker's)",
     )
     penalty = parser.add_argument_group("penalties and bias")
     penalty.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1: less of what the text has")
@@ -114,8 +120,9 @@ class Stopwatch:
         # The first token comes out of the prefill; the decode time is that of the others.
         rate = f", {(used.generated_tokens - 1) / decode_s:.1f} tokens/s" if decode_s > 0 else ""
         drafts = f", {used.accepted_tokens} of {used.draft_tokens} guesses right" if used.draft_tokens else ""
+        lossy = f", {used.lossy_tokens} in FP8 in the end" if used.lossy_tokens else ""
         reason = FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower().replace("_", " ")
         return (
-            f"{used.prompt_tokens} prompt tokens, {used.cached_tokens} of them cached; "
+            f"{used.prompt_tokens} prompt tokens, {used.cached_tokens} of them cached{lossy}; "
             f"{used.generated_tokens} generated in {elapsed:.1f} s{rate}{drafts}; ended by {reason}"
         )
