@@ -71,7 +71,8 @@ class Worker:
         each = [errors] * len(news.sources) if isinstance(errors, float) else list(errors)
         both = [error for error in each for _ in "kv"] if to_units and not failed else []
         self.step(now, recodings=[Recoded(news.sequence, both, failed)])
-        (recode,) = self.pool.compression.take_finished()
+        finished = {(one.lease_id, one.sequence): one for one in self.pool.compression.take_finished()}
+        recode = finished[self.lease, news.sequence]
         assert recode.is_over
         return recode
 
