@@ -6,8 +6,8 @@ are 16-bit to one another. `half` is every second block (odd indices), `all` eve
 the begin (the attention sink) and the --keep-recent newest, and for those whose error is over the --guard.
 
 The native format is bfloat16. The model computes in float32 unless --dtype says otherwise, so that what differs is what
-blocks hold: in bfloat16 arithmetic a step of the logits is 0.06 to 0.125, and any change of shape moves some tokens by
-more than FP8 does.
+blocks hold: in bfloat16 arithmetic the logits have steps of 0.06 to 0.125, and whatever changes, however little, sets
+off rounding that moves tokens by more than FP8 does. The line of every 64th block shows how much of that there is.
 
 With p(t) the log-probability (nats) of text token t, t = 1..T-1, over 16-bit blocks, and p'(t) over the others,
 
@@ -43,6 +43,8 @@ TEXT = Path(__file__).parent / "data" / "constitution.txt"
 PARTS = ("text", "needle", "outliers")
 SHARES = {"half": 2, "all": 1}
 """The policies' `every`."""
+FEW, FEW_EVERY = "every 64th", 64
+"""So few that what changes is mostly rounding, which any change sets off."""
 BOUNDS = {"half": (0.25, 1.5, 97.0), "all": (0.6, 3.0, 94.0)}
 """Of the signed and the absolute change at most, of the agreement at least, all in %."""
 LIMITS = (0.03, 0.04, 0.05, 0.06, 0.08, 0.1, 0.12)
@@ -103,13 +105,12 @@ class Bench:
         )
         show_errors(context.blocks.errors(range(context.num_sealed)))
         print(f"    {'':22} {'FP8 blocks':>14} {'kept':>5} {'signed':>18} {'absolute':>9} {'top-1':>8}")
-        again = score(self.context(self.policy(0), len(ids)), ids, 2 * chunk)
-        show_change("16-bit, other steps", context, change(base, again))
-        for name, every in SHARES.items():
+        for name, every in {FEW: FEW_EVERY, **SHARES}.items():
             context = self.context(self.policy(every), len(ids))
             found = change(base, score(context, ids, chunk))
             show_change(name, context, found)
-            self._hold(name, found)
+            if name in BOUNDS:
+                self._hold(name, found)
 
     def needle(self) -> None:
         """The answers over 16-bit, half and all FP8 blocks."""
