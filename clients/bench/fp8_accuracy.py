@@ -204,13 +204,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--text", type=Path, default=TEXT, help="plain ASCII, paragraphs apart by an empty line")
     parser.add_argument("--tokens", type=int, default=6656, help="of the text")
-    parser.add_argument("--needle-tokens", type=int, nargs="*", default=[2048], help="lengths of haystacks")
+    parser.add_argument("--needle-tokens", type=int, nargs="*", default=[512, 2048], help="lengths of haystacks")
     parser.add_argument("--chunk", type=int, default=64, help="tokens a step")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--keep-first", type=int, default=1, help="blocks at the begin that stay 16-bit")
     parser.add_argument("--keep-recent", type=int, default=4, help="newest sealed blocks that do")
     parser.add_argument("--guard", type=float, default=0.12, help="a block with an error over it stays 16-bit")
-    parser.add_argument("--outliers", type=float, default=120.0, help="size of those planted in the model's keys")
+    parser.add_argument("--outliers", type=float, default=240.0, help="size of those planted in the model's keys")
     return parser.parse_args(words)
 
 

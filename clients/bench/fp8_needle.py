@@ -11,9 +11,10 @@ from inferd.text.tokenizer import Tokenizer
 
 NUMBER = "48213"
 NEEDLE = f"The secret number of Marbury is {NUMBER}."
-QUESTION = "What is the secret number of Marbury?"
+QUESTION = "Question: What is the secret number of Marbury?\n\nAnswer: The secret number of Marbury is"
+"""The model answers this. Asked by its chat template it speaks of the Constitution instead, with 16-bit blocks too."""
 DEPTHS = (0.1, 0.5, 0.9)
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 
 MakeContext = Callable[[Policy, int], Context]
 """A context under a policy, of so many tokens at most."""
@@ -21,7 +22,7 @@ MakeContext = Callable[[Policy, int], Context]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation with a needle: its token ids, and how deep the needle lies in the haystack."""
+    """A text with a needle: its token ids, and how deep the needle lies in the haystack."""
 
     depth: float
     token_ids: list[int]
@@ -39,8 +40,7 @@ def prompts(tokenizer: Tokenizer, text: str, length: int) -> list[Prompt]:
     for depth in DEPTHS:
         at = round(depth * len(paragraphs))
         parts = [*paragraphs[:at], NEEDLE, *paragraphs[at:], QUESTION]
-        messages = [{"role": "user", "content": "\n\n".join(parts)}]
-        made.append(Prompt(depth, tokenizer.render(messages).token_ids))
+        made.append(Prompt(depth, tokenizer.encode("\n\n".join(parts))))
     return made
 
 
