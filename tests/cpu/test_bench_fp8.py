@@ -198,3 +198,27 @@ def test_a_needle_lies_as_deep_as_is_said(served: ServedModel) -> None:
 def test_the_text_is_ascii_and_long_enough_for_the_default() -> None:
     words = TEXT.read_text(encoding="ascii").split()
     assert len(words) > parse([]).tokens, "a word is a token at least"
+
+
+@pytest.mark.parametrize(("fp8", "missed"), [(NUMBER, 0), ("48313", 3)])
+def test_the_answers_over_fp8_blocks_have_to_be_that_over_16_bit_blocks(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, fp8: str, missed: int
+) -> None:
+    def answers(_tokenizer: Any, _make: Any, policy: Policy, *_rest: Any) -> str:
+        return fp8 if policy.every == 1 else NUMBER
+
+    monkeypatch.setattr(fp8_accuracy, "answer", answers)
+    found = bench(served, "--needle-tokens", "900")
+    assert run(found, "needle") == (1 if missed else 0)
+    assert len(found.bounds.missed) == missed
+
+
+def test_planted_outliers_harm_without_the_guard_only(
+    served: ServedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fp8_accuracy, "PLANTED_TOKENS", 200)
+    monkeypatch.setattr(fp8_accuracy, "SIZES", (0, 120))
+    assert run(bench(served, "--outliers", "60"), "outliers") == 0
+    lines = capsys.readouterr().out
+    assert "outliers of 60.0 in the keys of 1 layers, 200 tokens" in lines
+    assert "absolute: guard / 16-bit 1.00 (bound: at most 1.0; met)" in lines
