@@ -7,10 +7,10 @@ PROTOS := $(shell find proto/pagepool -name '*.proto')
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full kernels sanitize test-gpu check fmt lint types layers proto proto-check bench-cpu bench-static bench-speculate bench-tune bench-gpu bench-engine bench-memd bench-kernels clean
+.PHONY: help setup demo test test-full kernels sanitize test-gpu check fmt lint types layers proto proto-check bench-cpu bench-static bench-fp8 bench-speculate bench-tune bench-gpu bench-engine bench-memd bench-kernels clean
 
 help: ## List the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -89,6 +89,9 @@ bench-cpu: $(VENV)/.dev $(VENV)/.kernels ## Compare with transformers (and vLLM,
 
 bench-static: $(VENV)/.dev $(VENV)/.kernels ## Compare with a contiguous cache of the maximum length for each request
 	@$(BIN)/python clients/bench/static.py
+
+bench-fp8: $(VENV)/.dev $(VENV)/.kernels ## Measure what FP8 blocks cost in accuracy, on the small real model
+	@$(BIN)/python clients/bench/fp8_accuracy.py
 
 bench-tune: $(VENV)/.dev $(VENV)/.kernels ## Compare pagepool tune with an exhaustive sweep
 	@$(BIN)/python clients/bench/tuning.py
