@@ -21,7 +21,7 @@ from pagepool_client.diagnosis.findings import Finding, Severity
 from pagepool_client.diagnosis.observation import Observation
 from pagepool_client.diagnosis.report import as_json, facts
 from pagepool_client.diagnosis.timeline import Frame, Timeline, kinds_of_blocks, table_use
-from tests.cpu.compression_rig import GEOMETRY, B, Worker, tokens
+from tests.cpu.compression_rig import GEOMETRY, B, Worker, compress, tokens
 from tests.cpu.pool_scene import NOW_S, Scene
 from tests.cpu.seen_pools import seen
 
@@ -332,3 +332,27 @@ def test_what_fp8_is_said_to_free_it_frees() -> None:
     assert effect.startswith("of the blocks of now, 72 (72 of them in use) would fit in 36 places, which frees 36;")
     assert diagnose(served(Policy.PRESSURE)) == []
     assert served(Policy.ALWAYS).pool.usage.free_blocks == short.pool.usage.free_blocks + 36
+
+
+def test_the_blocks_that_are_named_to_fill_holes_give_places_back() -> None:
+    pool, lease, worker = small_pool(64, Fp8(kept_share=0.0))
+    grant = worker.serve(tokens(40 * B - 1))
+    compress(pool, lease, grant.blocks.block_ids[1:21], [worker])
+    worker.acknowledge()
+    assert diagnose(seen(pool)) == []
+    (recode,) = pool.compression.decompress(lease, grant.blocks.block_ids[1:21:2], 3.0)[1]
+    assert worker.answer(3.0) is recode
+    worker.acknowledge(3.0)
+    of = seen(pool)
+    finding = found(of, "half_empty_places")
+    assert finding.detail == (
+        "10 FP8 blocks lie in 10 split places, which would hold 20: 2.5 KiB (7.8 % of the pool) can be granted to "
+        "nobody."
+    )
+    (remedy,) = finding.remedies
+    assert remedy.effect.startswith("fills holes: 10 full blocks of now fit into them")
+    named = [int(one) for one in remedy.value.removeprefix("block_ids ").split(", ")]
+    compress(pool, lease, named, [worker], now=4.0)
+    worker.acknowledge(4.0)
+    assert pool.usage().free == of.pool.usage.free_blocks + len(named)
+    assert diagnose(seen(pool)) == []
