@@ -116,7 +116,8 @@ def stray_units(blocks: Iterable[Block], native: Format) -> int:
     for block in blocks:
         fmt, _, unit = unpack_entry(block.entry)
         used[unit // native.itemsize] += fmt.itemsize
-    return sum(native.itemsize - units for units in used.values())
+    # Blocks that are listed while they move may share a place.
+    return sum(max(native.itemsize - units, 0) for units in used.values())
 
 
 def holders(held: Iterable[Block], tables: Sequence[BlockTable], native: Format) -> list[Holder]:
