@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pagekernels.layout import Format, pack_entry
+from pagekernels.layout import Format, pack_entry, unpack_entry
 from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool.memd.v1.types_pb2 import (
     BLOCK_STATE_CACHED,
     BLOCK_STATE_HELD,
-    BLOCK_STATE_QUARANTINED,
     Block,
     BlockHolder,
     BlockTable,
     Pool,
+    PoolUsage,
 )
 from pagepool_client.diagnosis.observation import Observation, WorkerReport
 
@@ -31,12 +31,14 @@ def holder_of(lease: int, table: int) -> BlockHolder:
 
 @dataclass
 class Scene:
-    """A pool in the making. Blocks of bf16, 1 KiB a token unless `token_bytes` says otherwise."""
+    """A pool in the making. Blocks of bf16, 1 KiB a token unless `native` and `token_bytes` say otherwise."""
 
     total: int = 100
     block_size: int = 16
     token_bytes: int = KIB
     slab_blocks: int = 0
+    native: Format = Format.BF16
+    kept: int = 0
     blocks: list[Block] = field(default_factory=list)
     tables: list[BlockTable] = field(default_factory=list)
     workers: list[WorkerReport] = field(default_factory=list)
@@ -48,7 +50,7 @@ class Scene:
         made = Block(
             block_id=1000 + place,
             state=state,  # type: ignore[arg-type]
-            entry=pack_entry(Format.BF16, 0, 2 * place),
+            entry=pack_entry(self.native, 0, self.native.itemsize * place),
             num_tokens=num_tokens,
             sealed=num_tokens == self.block_size,
             holders=[holder_of(*holder) for holder in holders],
@@ -81,6 +83,11 @@ class Scene:
         self.tables.append(table)
         return table
 
+    def compress(self, blocks: Sequence[Block], first_place: int) -> None:
+        """Full blocks are FP8 blocks from now on, side by side from the first unit of an empty place on."""
+        for unit, block in enumerate(blocks, first_place * self.native.itemsize):
+            block.entry = pack_entry(Format.FP8_E4M3, 0, unit)
+
     def suspended(self, tokens: int, idle_s: float = 0.0) -> None:
         """A table of worker "w" that waits without blocks."""
         table = BlockTable(
@@ -108,20 +115,40 @@ class Scene:
         self.workers.append(WorkerReport("unix:/w.sock", model))
 
     def seen(self, **changes: Any) -> Observation:
-        states = [block.state for block in self.blocks]
+        entries = {block.block_id: block.entry for block in self.blocks}
+        for table in self.tables:
+            table.entries[:] = [entries[block_id] for block_id in table.block_ids]
         pool = Pool(epoch=EPOCH, block_size=self.block_size, device="host")
         pool.block_bytes = self.token_bytes * self.block_size
+        pool.unit_bytes = pool.block_bytes // self.native.itemsize
         pool.slab_bytes = (self.slab_blocks or self.total) * pool.block_bytes
-        pool.geometry.format, pool.geometry.model_name = Format.BF16, "tiny"  # type: ignore[assignment]
-        pool.usage.total_blocks, pool.usage.held_blocks = self.total, states.count(BLOCK_STATE_HELD)
-        pool.usage.cached_blocks = states.count(BLOCK_STATE_CACHED)
-        pool.usage.pinned_blocks = sum(one.pinned and one.state == BLOCK_STATE_CACHED for one in self.blocks)
-        in_reserve = [holder_of(WORKER, 0)]
-        pool.usage.reserve_blocks = sum(list(one.holders) == in_reserve for one in self.blocks)
-        pool.usage.quarantined_blocks = states.count(BLOCK_STATE_QUARANTINED)
-        pool.usage.free_blocks = self.total - len(states)
+        pool.geometry.format, pool.geometry.model_name = self.native, "tiny"  # type: ignore[assignment]
+        pool.usage.CopyFrom(self._usage())
         for name, count in self.counters.items():
             setattr(pool.counters, name, count)
         pool.start_time.FromMilliseconds(int((NOW_S - self.uptime_s) * 1000))
         seen = Observation(pool, self.blocks, self.tables, self.workers, NOW_S, target="unix:/memd.sock")
         return replace(seen, **changes)
+
+    def _usage(self) -> PoolUsage:
+        """A split place is in use while one of its blocks is, and cached only when all are."""
+        places: dict[int, list[Block]] = {}
+        for block in self.blocks:
+            places.setdefault(unpack_entry(block.entry)[2] // self.native.itemsize, []).append(block)
+        states = [{block.state for block in blocks} for blocks in places.values()]
+        held = sum(BLOCK_STATE_HELD in each for each in states)
+        cached = sum(each == {BLOCK_STATE_CACHED} for each in states)
+        pinned = [any(one.pinned for one in blocks) for blocks in places.values()]
+        fp8 = [one.entry for one in self.blocks if unpack_entry(one.entry)[0] is Format.FP8_E4M3]
+        return PoolUsage(
+            total_blocks=self.total,
+            free_blocks=self.total - len(places) - self.kept,
+            held_blocks=held,
+            cached_blocks=cached,
+            quarantined_blocks=len(places) - held - cached,
+            pinned_blocks=sum(each == {BLOCK_STATE_CACHED} and pin for each, pin in zip(states, pinned, strict=True)),
+            reserve_blocks=sum(list(one.holders) == [holder_of(WORKER, 0)] for one in self.blocks),
+            split_blocks=len({unpack_entry(entry)[2] // self.native.itemsize for entry in fp8}),
+            fp8_blocks=len(fp8),
+            kept_blocks=self.kept,
+        )

@@ -251,7 +251,7 @@ def drawn(snapshot: Snapshot, width: int = 80) -> list[str]:
 
 
 def pool_of(total: int) -> Pool:
-    pool = Pool(epoch=255, device="host", slab_bytes=3 << 20, block_size=16, block_bytes=1536)
+    pool = Pool(epoch=255, device="host", slab_bytes=3 << 20, block_size=16, block_bytes=1536, unit_bytes=768)
     pool.geometry.model_name = "tiny"
     pool.usage.total_blocks, pool.usage.free_blocks = total, total
     return pool

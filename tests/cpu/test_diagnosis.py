@@ -61,7 +61,9 @@ def test_a_healthy_pool_has_no_findings_and_its_figures_are_right() -> None:
     assert (figures.tail_slots, figures.reserved_blocks, figures.direct_blocks) == (10 + 0 + 6, 0, 0)
     assert (figures.saved_blocks, figures.stray_units) == (8, 0)
     assert figures.mean_table_blocks == pytest.approx(31 / 3)
-    assert figures.holders[0] == Holder(50, 3, "w", blocks=11, own_blocks=7, tokens=170, idle_s=0.0, worker=True)
+    assert figures.holders[0] == Holder(
+        50, 3, "w", blocks=11, own_blocks=7, own_places=7.0, tokens=170, idle_s=0.0, worker=True
+    )
     lines = dict(facts(seen, figures))
     assert lines["pool"] == "tiny, 100 blocks of 16 tokens (16 KiB each) on host, up 2 h"
     assert lines["blocks"] == "23 held (23 %), 30 cached (30 %), 47 free (47 %)"
@@ -224,7 +226,7 @@ def test_a_pool_full_of_pinned_blocks_names_the_leases_and_what_to_release() -> 
     }
     assert full.title == "The pool is out of blocks"
     assert full.detail.startswith("96 of 100 blocks are held and 4 can be granted; 12 requests for blocks were refused")
-    assert tried(full) == ["memd --pool-bytes 2MiB"], "125 blocks of 16 KiB are 1.95 MiB"
+    assert tried(full) == ["memd --pool-bytes 2MiB", "memd --fp8 pressure"], "125 blocks of 16 KiB are 1.95 MiB"
     assert full.evidence == [
         "held by lease 7: 80 blocks, 80 of its own, idle 5 min",
         "held by lease 8: 16 blocks, 16 of its own, idle 5.0 s",
@@ -248,16 +250,18 @@ def test_a_pool_full_of_running_tables_names_the_largest_and_how_many_blocks_wou
         "held by table 1 of w: 40 blocks",
         "held by table 3 of w: 10 blocks",
     ]
-    assert tried(finding) == [f"memd --pool-bytes {size_flag(263 * 16 * KIB)}"] == ["memd --pool-bytes 5MiB"]
+    assert size_flag(263 * 16 * KIB) == "5MiB"
+    assert tried(finding) == ["memd --pool-bytes 5MiB", "memd --fp8 pressure"]
 
 
 def test_a_pool_that_is_capped_is_told_about_the_cap_first() -> None:
     scene = pinned_scene()
     scene.slab_blocks = 110
-    assert tried(diagnose(scene.seen())[0]) == ["memd --max-num-blocks 110", "memd --pool-bytes 2MiB"]
+    cap, more, fp8 = "memd --max-num-blocks 110", "memd --pool-bytes 2MiB", "memd --fp8 pressure"
+    assert tried(diagnose(scene.seen())[0]) == [cap, more, fp8]
     scene.slab_blocks = 500
     finding = diagnose(scene.seen())[0]
-    assert tried(finding) == ["memd --max-num-blocks 125"]
+    assert tried(finding) == ["memd --max-num-blocks 125", fp8]
     assert finding.remedies[0].effect == "the pool's 7.81 MiB have room for 500 blocks, but are cut into 100"
 
 
@@ -462,6 +466,15 @@ def test_workers_that_are_silent_or_elsewhere_are_named() -> None:
     assert findings[2].detail == "nothing answers at unix:/gone."
 
 
+def fp8_scenes() -> list[Scene]:
+    """One in which FP8 is in vain, and one whose split places are half empty."""
+    vain, holes = Scene(counters={"compressed_blocks": 50, "blocks_over_error": 50}), Scene()
+    holes.cached(40)
+    for index in range(12):
+        holes.compress(holes.blocks[index : index + 1], 40 + index)
+    return [vain, holes]
+
+
 def every_finding() -> list[Finding]:
     few_free, lost = queue_scene(21), Scene()
     lost.block(BLOCK_STATE_QUARANTINED, 3, [(9, 4)])
@@ -477,7 +490,14 @@ def every_finding() -> list[Finding]:
     capped.slab_blocks = 110
     kept.cached(50, pinned=True)
     scenes = [few_free, lost, reserved, idle, never, elsewhere, capped, queue_scene(10), short_scene(20)]
-    scenes += [kept, asleep, reuse_scene(evicted=60), reuse_scene(block_size=64), reuse_scene(uptime_s=1)]
+    scenes += [
+        *fp8_scenes(),
+        kept,
+        asleep,
+        reuse_scene(evicted=60),
+        reuse_scene(block_size=64),
+        reuse_scene(uptime_s=1),
+    ]
     empty = Observation(Pool(slab_bytes=1 << 20), target="unix:/m.sock")
     return [finding for seen in (*(scene.seen() for scene in scenes), empty) for finding in diagnose(seen)]
 
@@ -488,7 +508,7 @@ def test_every_finding_says_which_real_flag_to_set_to_which_legal_value() -> Non
         for where, config in (("memd", MemdConfig), ("inferd", InferdConfig))
     }
     findings = every_finding()
-    assert len({finding.code for finding in findings}) == 16
+    assert len({finding.code for finding in findings}) == 18
     for finding in findings:
         assert finding.remedies, finding
         assert finding.detail.endswith("."), finding

@@ -1,4 +1,4 @@
-"""The pool drawn as a memory map: one glyph per block, where it physically lies. Pure text."""
+"""The pool drawn as a memory map: one glyph per place of a native block, as it physically lies. Pure text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pagekernels.layout import unpack_entry
 from pagepool.memd.v1.types_pb2 import (
     BLOCK_STATE_CACHED,
     BLOCK_STATE_QUARANTINED,
@@ -14,6 +13,7 @@ from pagepool.memd.v1.types_pb2 import (
     BlockTable,
     Pool,
 )
+from pagepool_client.diagnosis.formats import formats, had_fp8, is_fp8, place_of, units_per_block
 from pagepool_client.diagnosis.words import size
 
 FREE = "·"
@@ -23,10 +23,15 @@ KINDS = {
     "▒": ("filling", "yellow", "in use, written to in part"),
     "▫": ("reserved", "yellow", "in use, not written to yet"),
     "░": ("cached", "blue", "sealed, in use by nobody: can be matched, or evicted"),
+    "▚": ("FP8 held", "magenta", "split, with FP8 blocks: at least one of them is in use"),
+    "▖": ("FP8 cached", "blue", "split, with FP8 blocks that are in use by nobody"),
     "✗": ("quarantined", "red", "waits for a lost worker's process to end, or moved and is read for a step more"),
+    "╌": ("kept back", "dim", "holds nothing, and is kept back to compress into"),
     FREE: ("free", "dim", "holds nothing"),
 }
-"""Glyph: name, style, meaning."""
+"""Glyph: name, style, meaning. Which places are kept back is not known, only how many: they are drawn as free."""
+PRECEDENCE = {FREE: 0, "░": 1, "▖": 1, "✗": 3}
+"""Which of several blocks a place is drawn as; whatever is in use has 2."""
 
 Style = Callable[[str, str], str]
 """Puts text into a named style."""
@@ -45,17 +50,13 @@ def glyph(block: Block) -> str:
     """How a block is drawn."""
     if block.state == BLOCK_STATE_QUARANTINED:
         return "✗"
+    if is_fp8(block.entry):
+        return "▖" if block.state == BLOCK_STATE_CACHED else "▚"
     if block.state == BLOCK_STATE_CACHED:
         return "░"
     if not block.sealed:
         return "▒" if block.num_tokens else "▫"
     return "◆" if block.ref_count > 1 else "█"
-
-
-def position(entry: int) -> int:
-    """Where a block of the native format lies in the pool, counted in such blocks."""
-    fmt, _, unit = unpack_entry(entry)
-    return unit // fmt.itemsize
 
 
 def draw(snapshot: Snapshot, width: int, style: Style) -> list[str]:
@@ -65,15 +66,24 @@ def draw(snapshot: Snapshot, width: int, style: Style) -> list[str]:
     if not pool.usage.total_blocks:
         return [f"{title}: not cut into blocks yet, since no worker has attached"]
     lines = [f"{title}: {_cut(pool)}", _use(pool)]
-    cells = [FREE] * pool.usage.total_blocks
-    for block in snapshot.blocks:
-        # The pool may have changed between two of the calls that made the snapshot.
-        if (place := position(block.entry)) < len(cells):
-            cells[place] = glyph(block)
-    lines += ["", *_rows(cells, width, style), "", *_legend(cells, width, style)]
+    if had_fp8(pool):
+        lines.append(_formats(pool))
+    cells = _cells(snapshot)
+    lines += ["", *_rows(cells, width, style), "", *_legend(cells, pool.usage.kept_blocks, width, style)]
     if snapshot.tables:
-        lines += ["", *_tables(snapshot.tables, style)]
+        lines += ["", *_tables(snapshot.tables, units_per_block(pool), style)]
     return lines
+
+
+def _cells(snapshot: Snapshot) -> list[str]:
+    """A glyph for each place; a split one has the glyph of what matters most in it."""
+    units, cells = units_per_block(snapshot.pool), [FREE] * snapshot.pool.usage.total_blocks
+    for block in snapshot.blocks:
+        drawn, place = glyph(block), place_of(block.entry, units)
+        # The pool may have changed between two of the calls that made the snapshot.
+        if place < len(cells) and PRECEDENCE.get(drawn, 2) >= PRECEDENCE.get(cells[place], 2):
+            cells[place] = drawn
+    return cells
 
 
 def _cut(pool: Pool) -> str:
@@ -87,11 +97,18 @@ def _use(pool: Pool) -> str:
         "held": usage.held_blocks,
         "cached": usage.cached_blocks,
         "quarantined": usage.quarantined_blocks,
+        "kept back (drawn as free)": usage.kept_blocks,
         "free": usage.free_blocks,
     }
     used = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
     asked = counters.prefix_query_tokens
     return f"{used}; prefixes found: {counters.prefix_hit_tokens:,} of {asked:,} tokens" if asked else used
+
+
+def _formats(pool: Pool) -> str:
+    now = formats(pool)
+    holes = f"; room for {now.holes:,} more in split places" if now.holes else ""
+    return f"{now.words()}{holes}"
 
 
 def _rows(cells: Sequence[str], width: int, style: Style) -> list[str]:
@@ -116,33 +133,36 @@ def _row(cells: Sequence[str], style: Style) -> str:
     return "".join(style(char * len(list(run)), KINDS[char][1]) for char, run in groupby(cells))
 
 
-def _legend(cells: Sequence[str], width: int, style: Style) -> list[str]:
+def _legend(cells: Sequence[str], kept: int, width: int, style: Style) -> list[str]:
     present = {char: f"{cells.count(char):,}" for char in KINDS if char in cells}
     digits = max(len(count) for count in present.values())
     lines = []
     for char, count in present.items():
         name, look, meaning = KINDS[char]
+        if char == FREE and kept:
+            meaning += f"; {kept:,} of these {'is' if kept == 1 else 'are'} kept back to compress into"
         known = f"{count:>{digits}} {name:<11}"
         lines.append(f"{style(char, look)} {known} {meaning}"[: width + len(style("", look))].rstrip())
     return lines
 
 
-def _tables(tables: Sequence[BlockTable], style: Style) -> list[str]:
+def _tables(tables: Sequence[BlockTable], units: int, style: Style) -> list[str]:
     lines = []
     for table in tables:
         name = f"{style(f'table {table.table_id}', 'bold')} of {table.holder or f'lease {table.lease_id}'}"
         found = f", {table.cached_tokens:,} of them found" if table.cached_tokens else ""
-        places = _ranges(position(entry) for entry in table.entries)
-        where = "suspended" if table.suspended else f"{len(table.block_ids):,} blocks at {places}"
+        places, fp8 = _ranges(place_of(entry, units) for entry in table.entries), sum(map(is_fp8, table.entries))
+        blocks = f"{len(table.block_ids):,} blocks{f' ({fp8:,} in FP8)' if fp8 else ''}"
+        where = "suspended" if table.suspended else f"{blocks} at {places}"
         lines.append(f"{name}: {table.num_tokens:,} tokens{found}, {where}")
     return lines
 
 
 def _ranges(places: Iterable[int], limit: int = 8) -> str:
-    """Places in token order, neighbours joined: 0-3, 9, 5."""
+    """Places in token order, neighbours joined, and what is in the same place: 0-3, 9, 5."""
     runs: list[list[int]] = []
     for place in places:
-        if runs and place == runs[-1][1] + 1:
+        if runs and 0 <= place - runs[-1][1] <= 1:
             runs[-1][1] = place
         else:
             runs.append([place, place])

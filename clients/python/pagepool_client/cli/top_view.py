@@ -15,6 +15,7 @@ from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool.memd.v1.types_pb2 import BlockTable
 from pagepool_client.cli.block_map import KINDS
 from pagepool_client.diagnosis.figures import available_blocks
+from pagepool_client.diagnosis.formats import formats, had_fp8
 from pagepool_client.diagnosis.timeline import Frame, kinds_of_blocks
 from pagepool_client.diagnosis.words import count, share, size, span
 
@@ -23,8 +24,8 @@ GLYPHS = {name: (glyph, look) for glyph, (name, look, _) in KINDS.items()}
 WIDE = 100
 """Columns from which there is room for a bar beside each table."""
 BAR = 20
-LINES_AROUND_TABLES = 12
-"""Lines of a picture that are neither a worker's nor a table's, at most."""
+LINES_AROUND_TABLES = 6
+"""Lines of a picture that are neither the pool's nor a worker's nor a table's, at most."""
 
 
 def picture(frame: Frame, width: int, height: int | None = None, trouble: str = "") -> RenderableType:
@@ -35,8 +36,10 @@ def picture(frame: Frame, width: int, height: int | None = None, trouble: str = 
     if not frame.seen.pool.usage.total_blocks:
         parts.append(Text("not cut into blocks yet, since no worker has attached"))
         return Group(*parts, Text(), _workers(frame))
-    room = None if height is None else max(height - LINES_AROUND_TABLES - len(frame.seen.workers) - bool(trouble), 1)
-    parts += [*_pool(frame, width), Text(), _workers(frame), Text()]
+    lines = [*_pool(frame, width)]
+    taken = sum(line.plain.count("\n") + 1 for line in lines) + len(frame.seen.workers) + bool(trouble)
+    room = None if height is None else max(height - LINES_AROUND_TABLES - taken, 1)
+    parts += [*lines, Text(), _workers(frame), Text()]
     return Group(*parts, *_tables(frame, width, room))
 
 
@@ -98,7 +101,9 @@ def _pool(frame: Frame, width: int) -> Iterator[Text]:
     yield legend
     if len(frame.history) > 1:
         yield _labelled("held    ", f"{sparkline(frame.history, width - 15)} {share(frame.history[-1], 1)}", "green")
-    yield _labelled("memory  ", _memory(frame, kinds))
+    yield _labelled("memory  ", _memory(frame))
+    if had_fp8(frame.seen.pool):
+        yield _labelled("formats ", _formats(frame, width))
     yield _labelled("prefixes", _prefixes(frame))
     yield _labelled("queue   ", _queue(frame))
 
@@ -107,7 +112,7 @@ def _labelled(word: str, text: str, look: str = "") -> Text:
     return Text.assemble((f"{word} ", "bold"), (text, look), no_wrap=True, overflow="ellipsis")
 
 
-def _memory(frame: Frame, kinds: Mapping[str, int]) -> str:
+def _memory(frame: Frame) -> str:
     use, size_now = frame.use, frame.seen.pool.block_size
     written = (use.distinct - use.reserved) * size_now
     used = f"slots {share(use.tokens, written)} used" if written else "nothing written"
@@ -115,14 +120,25 @@ def _memory(frame: Frame, kinds: Mapping[str, int]) -> str:
     usage = frame.seen.pool.usage
     if usage.reserve_blocks:
         parts.append(f"in reserve {usage.reserve_blocks:,}")
-    beside_tables = sum(kinds[name] for name in ("shared", "held", "filling", "reserved")) - use.distinct
-    if direct := max(beside_tables - usage.reserve_blocks, 0):
+    if direct := max(usage.held_blocks - use.places - usage.reserve_blocks, 0):
         parts.append(f"leases hold {direct:,}")
     if pinned := usage.pinned_blocks:
         parts.append(f"pinned {pinned:,}")
     if frame.seen.pool.counters.merged_blocks:
         parts.append(_pace(frame, "merged_blocks", "merged"))
     return ", ".join([*parts, _pace(frame, "allocated_blocks", "granted")])
+
+
+def _formats(frame: Frame, width: int) -> str:
+    """One line where there is room for it, else two."""
+    counters = frame.seen.pool.counters
+    parts = [_pace(frame, "compressed_blocks", "compressed")]
+    if counters.decompressed_blocks:
+        parts.append(_pace(frame, "decompressed_blocks", "decompressed"))
+    if counters.blocks_over_error:
+        parts.append(f"{counters.blocks_over_error:,} over the error bound")
+    now, lately = formats(frame.seen.pool).words(), ", ".join(parts)
+    return f"{now}; {lately}" if len(now) + len(lately) + 11 <= width else f"{now}\n{' ' * 9}{lately}"
 
 
 def _prefixes(frame: Frame) -> str:
@@ -226,6 +242,6 @@ def _table(table: BlockTable, frame: Frame, *, wide: bool) -> Sequence[str | Tex
         span(to_seconds(table.idle_time)),
     ]
     if wide:
-        total = frame.seen.pool.usage.total_blocks
-        row.append(Text("█" * min(round(BAR * blocks / total), BAR) + f" {share(blocks, total)}", "green"))
+        total, taken = frame.seen.pool.usage.total_blocks, frame.use.taken[table.table_id]
+        row.append(Text("█" * min(round(BAR * taken / total), BAR) + f" {share(taken, total)}", "green"))
     return row

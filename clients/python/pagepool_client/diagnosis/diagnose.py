@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pagepool_client.diagnosis import ahead, memory, queueing, reuse, yielding
+from pagepool_client.diagnosis import ahead, compressing, memory, queueing, reuse, yielding
 from pagepool_client.diagnosis.figures import measure
 from pagepool_client.diagnosis.findings import Case, Finding, Severity
 from pagepool_client.diagnosis.observation import Observation
@@ -18,6 +18,8 @@ RULES: Sequence[Callable[[Case], Finding | None]] = (
     memory.lost_workers,
     memory.waste_inside_blocks,
     ahead.reserved_ahead,
+    compressing.half_empty_places,
+    compressing.compression_in_vain,
     queueing.queue_before_a_pool_with_room,
     reuse.low_hit_rate,
 )

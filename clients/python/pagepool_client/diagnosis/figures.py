@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pagekernels.layout import Format, unpack_entry
 from pagepool.durations import to_seconds
 from pagepool.memd.v1.types_pb2 import BLOCK_STATE_HELD, Block, BlockTable, PoolUsage
+from pagepool_client.diagnosis.formats import is_fp8
 from pagepool_client.diagnosis.observation import Observation
 
 
@@ -16,8 +17,9 @@ from pagepool_client.diagnosis.observation import Observation
 class Holder:
     """What holds blocks: a block table, or a lease directly (`table_id` 0), which at a `worker` is its reserve.
 
-    `own_blocks` are those that nothing else holds: what comes back when it lets go. `idle_s` is the time since the
-    table, or the most recent of the lease's blocks, was touched. `name` may be empty for a lease without a table.
+    `own_blocks` are those that nothing else holds: what comes back when it lets go. They take `own_places`, an FP8
+    block a part of one. `idle_s` is the time since the table, or the most recent of the lease's blocks, was touched.
+    `name` may be empty for a lease without a table.
     """
 
     lease_id: int
@@ -25,6 +27,7 @@ class Holder:
     name: str
     blocks: int
     own_blocks: int
+    own_places: float
     tokens: int
     idle_s: float
     worker: bool = False
@@ -32,7 +35,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Blocks and tokens of a pool. "Held" leaves out what is quarantined."""
+    """Blocks and tokens of a pool. "Held" leaves out what is quarantined. FP8 blocks count like others."""
 
     available: int
     """Blocks that can be granted now; see available_blocks."""
@@ -40,6 +43,8 @@ class Figures:
     """The same, at its lowest while the pool was watched."""
     sealed: int
     """Sealed blocks, held or cached: what a prompt can find."""
+    held_blocks: int
+    """Held blocks: more than the places that are held, where some of these are split."""
     tokens: int
     """Tokens stored in held blocks."""
     tail_slots: int
@@ -63,7 +68,8 @@ class Figures:
 def measure(observation: Observation) -> Figures:
     """The figures of a pool that is cut into blocks. Blocks and tables may stem from slightly different moments."""
     size, tables = observation.pool.block_size, observation.tables_with_blocks
-    held = [block for block in observation.blocks if block.state == BLOCK_STATE_HELD]
+    native = Format(observation.pool.geometry.format)
+    held = [block for block in observation.blocks if block.state == BLOCK_STATE_HELD and not _is_being_filled(block)]
     in_tables = [[holder.ref_count for holder in block.holders if holder.table_id] for block in held]
     usages = [pool.usage for pool in (*observation.earlier, observation.pool)]
     available = [available_blocks(usage) for usage in usages]
@@ -72,16 +78,22 @@ def measure(observation: Observation) -> Figures:
         available=available[-1],
         least_available=min(available),
         sealed=sum(block.sealed for block in observation.blocks),
+        held_blocks=len(held),
         tokens=sum(block.num_tokens for block in held),
         tail_slots=sum(size - block.num_tokens for block in held if block.num_tokens),
         reserved_blocks=sum(not block.num_tokens for block, refs in pairs if refs),
         reserve_blocks=sum(not refs and _is_workers(block) and not block.sealed for block, refs in pairs),
         direct_blocks=sum(not refs and not _is_workers(block) for block, refs in pairs),
         saved_blocks=sum(sum(refs) + block.more_holders - 1 for block, refs in pairs if refs),
-        stray_units=stray_units(observation.blocks, Format(observation.pool.geometry.format)),
+        stray_units=stray_units(observation.blocks, native),
         mean_table_blocks=sum(len(table.block_ids) for table in tables) / len(tables) if tables else 0.0,
-        holders=holders(held, tables),
+        holders=holders(held, tables, native),
     )
+
+
+def _is_being_filled(block: Block) -> bool:
+    """Whether a worker is compressing another block into this one: both are listed until it is done."""
+    return is_fp8(block.entry) and not block.sealed
 
 
 def _is_workers(block: Block) -> bool:
@@ -104,14 +116,16 @@ def stray_units(blocks: Iterable[Block], native: Format) -> int:
     for block in blocks:
         fmt, _, unit = unpack_entry(block.entry)
         used[unit // native.itemsize] += fmt.itemsize
-    return sum(native.itemsize - units for units in used.values())
+    # Blocks that are listed while they move may share a place.
+    return sum(max(native.itemsize - units, 0) for units in used.values())
 
 
-def holders(held: Iterable[Block], tables: Sequence[BlockTable]) -> list[Holder]:
-    """Who holds these blocks, those with most blocks of their own first."""
+def holders(held: Iterable[Block], tables: Sequence[BlockTable], native: Format) -> list[Holder]:
+    """Who holds these blocks of a pool with this native format, those with most blocks of their own first."""
     by_id = {table.table_id: table for table in tables}
     names = {table.lease_id: table.holder for table in tables}
-    blocks, own, idle = Counter[tuple[int, int]](), Counter[tuple[int, int]](), dict[tuple[int, int], float]()
+    blocks, own, units = Counter[tuple[int, int]](), Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    idle = dict[tuple[int, int], float]()
     workers = set[int]()
     for block in held:
         for holder in block.holders:
@@ -119,7 +133,9 @@ def holders(held: Iterable[Block], tables: Sequence[BlockTable]) -> list[Holder]
             blocks[key] += 1
             if holder.worker:
                 workers.add(holder.lease_id)
-            own[key] += len(block.holders) == 1  # and no others, since many are listed
+            if len(block.holders) == 1:  # and no others, since many are listed
+                own[key] += 1
+                units[key] += unpack_entry(block.entry)[0].itemsize
             idle[key] = min(idle.get(key, float("inf")), to_seconds(block.idle_time))
     found = []
     for key, count in blocks.items():
@@ -127,5 +143,6 @@ def holders(held: Iterable[Block], tables: Sequence[BlockTable]) -> list[Holder]
         idle_s = to_seconds(table.idle_time) if table.table_id else idle[key]
         has = len(table.block_ids) or count  # of a block that very many hold, not all are listed
         of_worker = key[0] in workers
-        found.append(Holder(*key, names.get(key[0], ""), has, own[key], table.num_tokens, idle_s, of_worker))
+        owned = own[key], units[key] / native.itemsize
+        found.append(Holder(*key, names.get(key[0], ""), has, *owned, table.num_tokens, idle_s, of_worker))
     return sorted(found, key=lambda holder: (-holder.own_blocks, -holder.blocks, holder.table_id, holder.lease_id))

@@ -6,6 +6,7 @@ import math
 
 from pagepool.durations import to_seconds
 from pagepool.memd.v1.types_pb2 import BLOCK_STATE_CACHED
+from pagepool_client.diagnosis.compressing import compress_under_pressure
 from pagepool_client.diagnosis.figures import Holder, tail_slots_at
 from pagepool_client.diagnosis.findings import Case, Finding, Remedy, Severity
 from pagepool_client.diagnosis.sizing import advised_block_size, more_blocks
@@ -61,7 +62,7 @@ def out_of_blocks(case: Case) -> Finding | None:
         f"The pool {title}",
         detail,
         numbers,
-        more_blocks(case.seen.pool, needed),
+        [*more_blocks(case.seen.pool, needed), *compress_under_pressure(case)],
         [f"held by {_holder(holder)}" for holder in figures.holders[:SHOWN_HOLDERS]],
     )
 
@@ -69,7 +70,8 @@ def out_of_blocks(case: Case) -> Finding | None:
 def needed_blocks(case: Case, peak: int) -> int:
     """Blocks for `peak` held ones, what is out of use, and a table of average length for each request that waits."""
     waiting = case.seen.waiting * math.ceil(case.figures.mean_table_blocks)
-    demand = peak + case.seen.pool.usage.quarantined_blocks + waiting
+    usage = case.seen.pool.usage
+    demand = peak + usage.quarantined_blocks + usage.kept_blocks + waiting
     return max(math.ceil(GROWTH * case.total), math.ceil(demand / HEADROOM))
 
 
@@ -163,14 +165,14 @@ def pinned_prefixes(case: Case) -> Finding | None:
 def idle_tables(case: Case) -> Finding | None:
     """Tables that nothing has touched for long, though they hold blocks that nothing else does."""
     idle = [one for one in case.figures.holders if one.table_id and one.own_blocks and one.idle_s >= IDLE_S]
-    blocks = sum(holder.own_blocks for holder in idle)
-    if not idle or (10 if case.pressed else 4) * blocks < case.total:
+    blocks, places = sum(holder.own_blocks for holder in idle), sum(holder.own_places for holder in idle)
+    if not idle or (10 if case.pressed else 4) * places < case.total:
         return None
     first = idle[0]
     longest = max(holder.idle_s for holder in idle)
     detail = (
         f"{count(len(idle), 'table')} with {count(blocks, 'block')} of {'its' if len(idle) == 1 else 'their'} own "
-        f"({share(blocks, case.total)} of the pool) {'was' if len(idle) == 1 else 'were'} not touched for "
+        f"({share(places, case.total)} of the pool) {'was' if len(idle) == 1 else 'were'} not touched for "
         f"{span(IDLE_S)} or more, one for {span(longest)}: their requests hang, or their client forgot them."
     )
     what = ("ReleaseBlockTable", f"table_id {first.table_id}")

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from pagepool_client.diagnosis.figures import Figures
 from pagepool_client.diagnosis.findings import Finding, Severity
+from pagepool_client.diagnosis.formats import formats, had_fp8
 from pagepool_client.diagnosis.observation import Observation
 from pagepool_client.diagnosis.sizing import advised_block_size
 from pagepool_client.diagnosis.words import count, share, size, span
@@ -18,7 +19,10 @@ def facts(seen: Observation, figures: Figures) -> list[tuple[str, str]]:
     name = f"{pool.geometry.model_name}, " if pool.geometry.model_name else ""
     cut = f"{count(pool.usage.total_blocks, 'block')} of {pool.block_size} tokens ({size(pool.block_bytes)} each)"
     lines = [("pool", f"{name}{cut} on {pool.device}, up {span(seen.uptime_s)}")]
-    lines += [("blocks", _usage(seen)), ("slots", _slots(seen, figures)), ("sharing", _sharing(seen, figures))]
+    lines.append(("blocks", _usage(seen)))
+    if had_fp8(pool):
+        lines.append(("formats", _formats(seen)))
+    lines += [("slots", _slots(seen, figures)), ("sharing", _sharing(seen, figures))]
     advised = advised_block_size(pool)
     token = size(pool.block_bytes // pool.block_size)
     advice = "as practitioners advise" if advised == pool.block_size else f"practitioners advise {advised}"
@@ -32,7 +36,7 @@ def as_json(seen: Observation, figures: Figures | None, findings: Sequence[Findi
     usage = {name: getattr(pool.usage, name) for name in pool.usage.DESCRIPTOR.fields_by_name}
     counted = {name: seen.counted(name) for name in pool.counters.DESCRIPTOR.fields_by_name}
     described = {"epoch": f"{pool.epoch:016x}", "model": pool.geometry.model_name, "device": pool.device}
-    sizes = {name: getattr(pool, name) for name in ("block_size", "block_bytes", "slab_bytes")}
+    sizes = {name: getattr(pool, name) for name in ("block_size", "block_bytes", "unit_bytes", "slab_bytes")}
     return {
         "pool": {**described, **sizes, **usage, "uptime_s": seen.uptime_s},
         "counted": {**counted, "watched_s": seen.watched_s if seen.earlier else None},
@@ -58,6 +62,7 @@ def _usage(seen: Observation) -> str:
         "held": usage.held_blocks,
         "cached": usage.cached_blocks,
         "quarantined": usage.quarantined_blocks,
+        "kept back": usage.kept_blocks,
         "free": usage.free_blocks,
     }
     words = [f"{number:,} {name} ({share(number, usage.total_blocks)})" for name, number in parts.items() if number]
@@ -69,8 +74,15 @@ def _usage(seen: Observation) -> str:
     return ", ".join(words)
 
 
+def _formats(seen: Observation) -> str:
+    done, undone = seen.counted("compressed_blocks"), seen.counted("decompressed_blocks")
+    over = seen.counted("blocks_over_error")
+    changed = f"{done:,} compressed, {undone:,} decompressed and {over:,} over the error bound {seen.time_that_counts}"
+    return f"{formats(seen.pool).words()}; {changed}"
+
+
 def _slots(seen: Observation, figures: Figures) -> str:
-    size_now, held = seen.pool.block_size, seen.pool.usage.held_blocks
+    size_now, held = seen.pool.block_size, figures.held_blocks
     if not held:
         return "no block is held"
     slots = held * size_now

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool.memd.v1.types_pb2 import BlockTable, Pool
+from pagepool_client.diagnosis.formats import fp8_places, units_per_block
 from pagepool_client.diagnosis.observation import Observation
 
 HISTORY = 200
@@ -21,7 +22,7 @@ class TableUse:
     distinct: int
     """Blocks in at least one table."""
     shared: int
-    """Of those, full ones in several tables."""
+    """Of those, full ones in several tables, FP8 blocks left out."""
     filling: int
     """Of those, written in part."""
     reserved: int
@@ -32,11 +33,22 @@ class TableUse:
     """Blocks that the tables would need in addition if they shared none."""
     own: Mapping[int, int]
     """By table id: blocks that are in no other table."""
+    places: int
+    """Places for a native block that hold those in tables: several FP8 blocks may be in one."""
+    split: int
+    """Of those, places with FP8 blocks."""
+    taken: Mapping[int, float]
+    """By table id: places that its blocks take, an FP8 block a part of one."""
 
 
-def table_use(tables: Sequence[BlockTable], block_size: int) -> TableUse:
-    """How tables of a pool with this block size use blocks."""
+def table_use(tables: Sequence[BlockTable], block_size: int, units: int = 1) -> TableUse:
+    """How tables of a pool with this block size use blocks.
+
+    `units` are those of a native block where some blocks may be FP8 blocks; with 1 none is, and nobody looks for any.
+    """
     stored, times = dict[int, int](), dict[int, int]()
+    fp8 = fp8_places(tables, units) if units > 1 else {}
+    split = len(set(fp8.values()))
     for table in tables:
         for index, block_id in enumerate(table.block_ids):
             tokens = min(max(table.num_tokens - index * block_size, 0), block_size)
@@ -44,34 +56,50 @@ def table_use(tables: Sequence[BlockTable], block_size: int) -> TableUse:
             times[block_id] = times.get(block_id, 0) + 1
     return TableUse(
         distinct=len(stored),
-        shared=sum(times[one] > 1 for one, tokens in stored.items() if tokens == block_size),
+        shared=sum(times[one] > 1 for one, tokens in stored.items() if tokens == block_size and one not in fp8),
         filling=sum(0 < tokens < block_size for tokens in stored.values()),
         reserved=sum(not tokens for tokens in stored.values()),
         tokens=sum(stored.values()),
         saved=sum(times.values()) - len(times),
         own={table.table_id: sum(times[one] == 1 for one in table.block_ids) for table in tables},
+        places=len(stored) - len(fp8) + split,
+        split=split,
+        taken={
+            table.table_id: len(table.block_ids) - sum(one in fp8 for one in table.block_ids) * (1 - 1 / units)
+            for table in tables
+        },
     )
 
 
 def kinds_of_blocks(pool: Pool, use: TableUse) -> dict[str, int]:
-    """All blocks of a pool by the kinds that the block map draws. They add up to the whole pool.
+    """All places of a pool by the kinds of blocks that the block map draws. They add up to the whole pool.
 
     Reserved are those that tables or workers have and that are not written to yet.
-    Quarantined blocks are the unsealed ones of lost workers' tables, which are still listed.
+    Quarantined blocks are the unsealed ones of lost workers' tables, which are still listed, unless none was ever lost.
+    Split places of no table count as cached as far as so many are, for tables do not say what leases have beside them;
+    the rest are those that workers are filling.
     """
     usage = pool.usage
     # Tables and pool are read one after the other, so that the sums may miss each other by what happened in between.
-    unsealed = max(use.filling + use.reserved - usage.quarantined_blocks, 0)
+    lost = usage.quarantined_blocks if pool.counters.lost_leases else 0
+    unsealed = max(use.filling + use.reserved - lost, 0)
     filling = min(use.filling, unsealed, usage.held_blocks)
     reserved = min(unsealed - filling + usage.reserve_blocks, usage.held_blocks - filling)
-    shared = min(use.shared, usage.held_blocks - filling - reserved)
+    split = min(use.split, usage.split_blocks, usage.held_blocks - filling - reserved)
+    shared = min(use.shared, usage.held_blocks - filling - reserved - split)
+    split_cached = min(usage.split_blocks - split, usage.cached_blocks)
+    held = usage.held_blocks - shared - split - filling - reserved
+    being_filled = min(usage.split_blocks - split - split_cached, held)
     return {
         "shared": shared,
-        "held": usage.held_blocks - shared - filling - reserved,
+        "held": held - being_filled,
+        "FP8 held": split + being_filled,
         "filling": filling,
         "reserved": reserved,
-        "cached": usage.cached_blocks,
+        "cached": usage.cached_blocks - split_cached,
+        "FP8 cached": split_cached,
         "quarantined": usage.quarantined_blocks,
+        "kept back": usage.kept_blocks,
         "free": usage.free_blocks,
     }
 
@@ -116,7 +144,8 @@ class Timeline:
             before = None
         usage = seen.pool.usage
         self._history.append(usage.held_blocks / usage.total_blocks if usage.total_blocks else 0.0)
-        use = table_use(seen.tables, seen.pool.block_size)
+        units = units_per_block(seen.pool) if usage.fp8_blocks else 1
+        use = table_use(seen.tables, seen.pool.block_size, units)
         names = seen.pool.counters.DESCRIPTOR.fields_by_name
         now = {name: getattr(seen.pool.counters, name) for name in names}
         if before is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from pagepool_client.diagnosis.compressing import compress_under_pressure
 from pagepool_client.diagnosis.findings import Case, Finding, Remedy
 from pagepool_client.diagnosis.memory import GROWTH, HEADROOM
 from pagepool_client.diagnosis.sizing import more_blocks
@@ -22,7 +23,7 @@ def suspended_tables(case: Case) -> Finding | None:
     longest = max(table.idle_time.ToNanoseconds() / 1e9 for table in tables)
     needed = max(
         math.ceil(GROWTH * case.total),
-        math.ceil((usage.held_blocks + usage.quarantined_blocks + blocks) / HEADROOM),
+        math.ceil((usage.held_blocks + usage.quarantined_blocks + usage.kept_blocks + blocks) / HEADROOM),
     )
     detail = (
         f"{count(len(tables), 'table')} with {count(tokens, 'token')} ({count(blocks, 'block')}) "
@@ -38,6 +39,7 @@ def suspended_tables(case: Case) -> Finding | None:
         "longest_wait_seconds": longest,
     }
     fewer = "so that fewer run at once, and none of them has to yield"
-    remedies = [*more_blocks(case.seen.pool, needed), Remedy("inferd", "--max-num-seqs", f"{max(running, 1)}", fewer)]
+    at_once = Remedy("inferd", "--max-num-seqs", f"{max(running, 1)}", fewer)
+    remedies = [*more_blocks(case.seen.pool, needed), at_once, *compress_under_pressure(case)]
     title = "Requests had to give up their blocks"
     return Finding("suspended_tables", case.severity, title, detail, figures, remedies)
