@@ -16,7 +16,7 @@ from pagekernels.cuda.move import move_defines
 from pagekernels.cuda.prebuild import LOGITS, SHARED_LIMIT, Job, jobs_of, shared_limit
 from pagekernels.layout import LAYOUT_SWIZZLED, Format, LayerShape, PagedLayout
 
-ARCHITECTURES = ("sm_90", *(pytest.param(each, marks=pytest.mark.full) for each in ("sm_80", "sm_120")))
+ARCHITECTURES = ("sm_90", *(pytest.param(each, marks=pytest.mark.full) for each in ("sm_80", "sm_100", "sm_120")))
 NATIVE = LayerShape(4, 128, 128)
 ODD = LayerShape(3, 20, 7)
 
@@ -28,7 +28,11 @@ def decode_jobs(arch: str) -> Iterator[Job]:
     for dim, group, queries, native, mixed, features in (
         (128, 4, 1, Format.BF16, False, False),
         (128, 7, MAX_QUERY_TOKENS, Format.BF16, False, False),
+        (128, 1, 1, Format.BF16, True, False),
         (128, 4, 1, Format.F16, True, False),
+        (128, 4, 1, Format.BF16, True, True),
+        (128, 8, 1, Format.BF16, True, False),
+        (128, 8, 1, Format.BF16, True, True),
         (256, 16, MAX_QUERY_TOKENS, Format.BF16, True, True),
     ):
         shape = DecodeShape(dim, 16, group, native, queries, mixed=mixed, features=features)

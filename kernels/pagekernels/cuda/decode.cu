@@ -13,51 +13,53 @@
 
 // This warp's tiles of a segment. `ring` stands at its next slot, `item` is the CTA's tile that lies there.
 __device__ __forceinline__ void attend_segment(const DecodeParams& p, Shared& shared, Softmax& state, Ring& ring,
-                                               int& item, const Segment& segment, int at, int query_tile, int lane) {
-  const Limits limits = start_rows(p, state, segment, query_tile, lane);
+                                               int& item, const Segment& segment, int at, int thread) {
+  const int query_tile = (thread >> 5) % kQueryTiles, lane = thread & 31;
+  start_rows(state);
+  const Limits limits = limits_of(p, segment);
   const Queries q = load_query_fragments(shared, at, query_tile, segment.rows, lane);
-  const bool idle = query_tile * kRows >= segment.rows;
-  for (; item < segment.last_item; item += kStreams) {
+  const bool idle = kQueryTiles > 1 && query_tile * kRows >= segment.rows;
+  const int half = scales_half(p, segment.head);
+  // Counted in tokens of the sequence, and the item worked out again behind: one register less in the loop.
+  const int end = (segment.first_tile + segment.last_item - segment.first_item) * kTile;
+  int token = (segment.first_tile + item - segment.first_item) * kTile;
+  for (; token < end; token += kStreams * kTile) {
     barrier_wait(&shared.full[ring.slot], ring.parity);
-    const int first_token = (segment.first_tile + item - segment.first_item) * kTile;
 #ifndef NO_MATH
     if (!idle)
-      attend_tile(p, shared, state, q, limits, ring.slot, first_token, segment.kv_len - first_token, segment.head, lane);
+      attend_tile(p, shared, state, q, limits, segment, ring.slot, token, half, query_tile, lane);
 #endif
     __syncwarp();
     if (lane == 0) barrier_arrive(&shared.empty[ring.slot]);
     advance(ring, kStreams);
   }
+  item = token / kTile - segment.first_tile + segment.first_item;
 }
 
-__device__ void compute_all(const DecodeParams& p, Shared& shared, int warp, int lane) {
-  const int query_tile = warp % kQueryTiles;
-  int item = warp / kQueryTiles, pending = 0;
+__device__ void compute_all(const DecodeParams& p, Shared& shared) {
+  int item = (threadIdx.x >> 5) / kQueryTiles;
   Ring ring = {item, 0};
   for (int number = 0;; ++number) {
     const int at = number % kSegments;
     barrier_wait(&shared.segment_full[at], number / kSegments & 1);
-    const Segment segment = shared.segments[at];
+    const Segment& segment = shared.segments[number % kSegmentRecords];
     if (segment.stop) break;
 #ifdef TRACE
-    if (number == 0 && warp == 0) barrier_wait(&shared.full[0], 0);
+    if (number == 0 && threadIdx.x < 32) barrier_wait(&shared.full[0], 0);
     if (number == 0 && threadIdx.x == 0) p.trace[blockIdx.x * 4 + 1] = now();
 #endif
     Softmax state;
-    attend_segment(p, shared, state, ring, item, segment, at, query_tile, lane);
+    attend_segment(p, shared, state, ring, item, segment, at, thread_again());
 #ifdef TRACE
-    if (warp == 0 && lane == 0) p.trace[blockIdx.x * 4 + 2] = now();
+    if (threadIdx.x == 0) p.trace[blockIdx.x * 4 + 2] = now();
 #endif
     __syncwarp();
-    if (lane == 0) barrier_arrive(&shared.segment_empty[at]);
-    merge_warps(p, shared, state, segment, warp, lane);
-    if (segment.sharers > 1) {
-      if (warp == 0 && lane == 0) shared.pending[pending] = segment;
-      ++pending;
-    }
+    if (thread_again() % 32 == 0) barrier_arrive(&shared.segment_empty[at]);
+    merge_warps(p, shared, state, segment, thread_again());
+    if (segment.sharers > 1 && thread_again() == 0) shared.pending[shared.pending_pairs++] = segment;
     sync_computing();
   }
-  if (pending) join_pending(p, shared, pending, warp * 32 + lane);
+  if (shared.pending_pairs) join_pending(p, shared, shared.pending_pairs, thread_again());
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads + 32, 1) decode(const __grid_constant__ DecodeParams p) {
@@ -75,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1) decode(const __gr
     load_all(p, shared, own, lane);
   } else {
     sync_start();
-    compute_all(p, shared, warp, lane);
+    compute_all(p, shared);
   }
 #ifdef TRACE
   if (threadIdx.x == 0) p.trace[blockIdx.x * 4 + 3] = now();  // of a CTA without work it is about the first stamp

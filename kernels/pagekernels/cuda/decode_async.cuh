@@ -121,6 +121,7 @@ __device__ __forceinline__ void barriers_init(Shared& shared) {
     barrier_init(&shared.segment_full[i], kCopyArrivals);
     barrier_init(&shared.segment_empty[i], kWarps);
   }
+  shared.pending_pairs = 0;
 #if BULK
   asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;" ::: "memory");
 #endif
@@ -130,6 +131,14 @@ __device__ __forceinline__ void barriers_init(Shared& shared) {
 __device__ __forceinline__ void sync_computing() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 __device__ __forceinline__ void arrive_start() { asm volatile("bar.arrive 2, %0;" ::"n"(kThreads + 32) : "memory"); }
 __device__ __forceinline__ void sync_start() { asm volatile("bar.sync 2, %0;" ::"n"(kThreads + 32) : "memory"); }
+
+// threadIdx.x, read anew: what follows from it is then computed where it is used, and holds no register in the loop
+// over tiles, which has none to spare.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 
 __device__ __forceinline__ unsigned long long now() {
   unsigned long long ns;

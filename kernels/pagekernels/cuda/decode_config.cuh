@@ -22,7 +22,10 @@ constexpr int kTileBytes = kTile * kDim * 2;  // K or V of a native tile
 constexpr int kSuperRows = kRows * kQueryTiles;
 constexpr int kWarps = kStreams * kQueryTiles;
 constexpr int kThreads = kWarps * 32;         // that compute; one more warp loads
-constexpr int kSegments = 2;
+constexpr int kSegments = 2;                  // whose query rows are in shared memory
+// Records of segments: read in shared memory until the warps have merged, when the query rows have long been given
+// back. The record that takes a place waits for the tiles of the segment kSegments before it, those for that merge.
+constexpr int kSegmentRecords = 2 * kSegments;
 constexpr int kPending = 2;                   // pairs that a range shares: at either end
 constexpr int kLoads = !kBulk ? 1 : kSlots < 8 ? kSlots : 8;  // tiles whose copies lanes start side by side
 
@@ -57,11 +60,12 @@ struct alignas(128) Shared {
   float exchange[kWarps * kRows * kExchangeStride];
   float2 max_sum[kWarps][kRows];
   alignas(16) float2 scales[kSlots][2];  // K's and V's of an FP8 tile, of its head and the one that shares 16 bytes with it
-  Segment segments[kSegments];
+  Segment segments[kSegmentRecords];
   uint32_t formats[kSlots];
   uint64_t full[kSlots], empty[kSlots], segment_full[kSegments], segment_empty[kSegments];
   Segment pending[kPending];  // whose partials are written, but not yet told of
   uint32_t arrived[kPending];
+  int pending_pairs;  // how many of these there are; the first computing thread's, until the range's end
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "decode.py computes this");
 
@@ -87,7 +91,5 @@ struct DecodeParams {
 // Bytes from an FP8 block's start to its scales of one head.
 __device__ __forceinline__ int64_t scales_at(const DecodeParams& p, int head) { return p.scale_offset + head * 8; }
 
-// K and V scale of the FP8 tile in a slot.
-__device__ __forceinline__ float2 stored_scales(const DecodeParams& p, const Shared& shared, int slot, int head) {
-  return shared.scales[slot][scales_at(p, head) >> 3 & 1];
-}
+// Which of a slot's scales are a head's.
+__device__ __forceinline__ int scales_half(const DecodeParams& p, int head) { return scales_at(p, head) >> 3 & 1; }

@@ -204,7 +204,7 @@ __device__ __forceinline__ void publish(const DecodeParams& p, Shared& shared, c
                                         int lane) {
   const int at = number % kSegments;
   barrier_wait(&shared.segment_empty[at], (number / kSegments & 1) ^ 1);
-  if (lane == 0) shared.segments[at] = segment;
+  if (lane == 0) shared.segments[number % kSegmentRecords] = segment;
   __syncwarp();
   load_queries(p, shared, segment, at, lane);
 }

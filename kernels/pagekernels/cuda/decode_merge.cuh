@@ -56,8 +56,9 @@ __device__ __forceinline__ void store_out(const DecodeParams& p, RowPlace place,
 }
 
 // Sum what the streams left of columns [column, column + kExchangedTiles * 16) and write it out, or to the partials.
-__device__ __forceinline__ void sum_streams(const DecodeParams& p, const Shared& shared, const Segment& segment,
+__device__ __forceinline__ void sum_streams(const DecodeParams& p, const Shared& shared, const Segment& record,
                                             int column, int thread) {
+  const Segment segment = record;  // by now there are registers for it
   constexpr int kPairs = kExchangedTiles * 8;
   const bool whole = segment.sharers == 1;
   for (int i = thread; i < segment.rows * kPairs; i += kThreads) {
@@ -105,7 +106,8 @@ __device__ __forceinline__ void leave_sums(Shared& shared, const Sums& sums, con
 
 // All computing warps: this segment's result of the CTA.
 __device__ __forceinline__ void merge_warps(const DecodeParams& p, Shared& shared, Softmax& state,
-                                            const Segment& segment, int warp, int lane) {
+                                            const Segment& segment, int thread) {
+  const int warp = thread >> 5, lane = thread & 31;
   const int query_tile = warp % kQueryTiles, g = lane >> 2, t = lane & 3;
   float factors[1 + kApart][kRowTiles][2];
 #pragma unroll
@@ -135,7 +137,7 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& p, Shared& share
       leave_sums(shared, state.sums[kApart], factors[kApart], first, true, true, warp, lane);
     }
     sync_computing();
-    sum_streams(p, shared, segment, first * 16, warp * 32 + lane);
+    sum_streams(p, shared, segment, first * 16, thread);
   }
 }
 

@@ -17,7 +17,7 @@ TILE = 16
 MAX_SLOT_BYTES, MAX_MIXED_SLOT_BYTES = 128 * 1024, 192 * 1024
 """Of slots for K and V: at head_dim 128 more gains nothing, as less does up to a third. FP8 tiles fill half a slot."""
 
-_SEGMENTS, _PENDING = 2, 2
+_SEGMENTS, _SEGMENT_RECORDS, _PENDING = 2, 4, 2
 _SEGMENT_BYTES = 52
 _SLOT_BYTES = 4 + 16 + 2 * 8
 _EXCHANGE_BYTES = 20480
@@ -99,8 +99,8 @@ class DecodeShape:
     def fixed_bytes(self, warps: int) -> int:
         """Shared memory beside the slots, rounded up generously."""
         queries = _SEGMENTS * self.super_rows * self.head_dim * 2
-        segments = _SEGMENTS * (_SEGMENT_BYTES + 16) + _PENDING * (_SEGMENT_BYTES + 4)
-        return queries + self.exchange_bytes(warps) + segments + 512
+        segments = _SEGMENTS * 16 + (_SEGMENT_RECORDS + _PENDING) * _SEGMENT_BYTES + (_PENDING + 1) * 4
+        return queries + self.exchange_bytes(warps) + segments + 400
 
     def shared_bytes(self, streams: int, slots: int) -> int:
         """Dynamic shared memory of the kernel; each slot has _SLOT_BYTES beside its tile."""

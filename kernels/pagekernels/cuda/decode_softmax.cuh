@@ -18,7 +18,6 @@ struct Softmax {
   Sums sums[1 + kApart];
   int places[1 + kApart];
   float reference[kRowTiles][2], sum[kRowTiles][2];
-  int first_visible[kRowTiles][2], position[kRowTiles][2];
 };
 
 struct Limits {
@@ -35,8 +34,7 @@ __device__ __forceinline__ void scale_sums(Sums& sums, const float (&factors)[kR
       for (int i = 0; i < 4; ++i) sums[c][n][i] *= factors[n][i & 1];
 }
 
-__device__ __forceinline__ Limits start_rows(const DecodeParams& p, Softmax& state, const Segment& segment,
-                                             int query_tile, int lane) {
+__device__ __forceinline__ void start_rows(Softmax& state) {
 #pragma unroll
   for (int part = 0; part <= kApart; ++part) {
     state.places[part] = kF16 ? kPlaced : 0;
@@ -47,23 +45,17 @@ __device__ __forceinline__ Limits start_rows(const DecodeParams& p, Softmax& sta
 #pragma unroll
         for (int i = 0; i < 4; ++i) state.sums[part][c][n][i] = 0.0f;
   }
-  const int before = segment.kv_len - segment.q_len;
 #pragma unroll
   for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int row = segment.row + query_tile * kRows + 8 * n + 2 * (lane & 3) + e;
-      state.reference[n][e] = kLowest, state.sum[n][e] = 0.0f;
-      const int position = before + min(row / kGroup, segment.q_len - 1);
-      state.position[n][e] = position, state.first_visible[n][e] = 0;
-      if (kFeatures && p.window) state.first_visible[n][e] = max(0, position - p.window + 1);
-      if (kFeatures && p.chunk)
-        state.first_visible[n][e] = max(state.first_visible[n][e], position / p.chunk * p.chunk);
-    }
+    for (int e = 0; e < 2; ++e) state.reference[n][e] = kLowest, state.sum[n][e] = 0.0f;
+}
+
+__device__ __forceinline__ Limits limits_of(const DecodeParams& p, const Segment& segment) {
   int newest = 0;
   if (kFeatures && p.window) newest = segment.kv_len - p.window;
   if (kFeatures && p.chunk) newest = max(newest, (segment.kv_len - 1) / p.chunk * p.chunk);
-  return {before, newest};
+  return {segment.kv_len - segment.q_len, newest};
 }
 
 constexpr int kScores = 2 * kTokenTiles;  // of a lane and n that mean something
@@ -82,15 +74,24 @@ __device__ __forceinline__ void scale_scores(const DecodeParams& p, Scores& s, f
     }
 }
 
-__device__ __forceinline__ void mask_scores(Scores& s, const Softmax& state, int first_token, int lane) {
+// Few tiles of a segment need it: which tokens a row sees is worked out for each, rather than held in registers.
+__device__ __forceinline__ void mask_scores(const DecodeParams& p, Scores& s, const Segment& segment, int query_tile,
+                                            int first_token, int lane) {
+  const int before = segment.kv_len - segment.q_len;
 #pragma unroll
   for (int n = 0; n < kRowTiles; ++n)
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int token = first_token + i / 2 * 8 + (lane >> 2);
-      const bool seen =
-          token <= state.position[n][i & 1] && (!kFeatures || token >= state.first_visible[n][i & 1]);
-      if (!seen) s[n][i] = -INFINITY;
+    for (int e = 0; e < 2; ++e) {
+      const int row = segment.row + query_tile * kRows + 8 * n + 2 * (lane & 3) + e;
+      const int position = before + min(row / kGroup, segment.q_len - 1);
+      int first_visible = 0;
+      if (kFeatures && p.window) first_visible = max(0, position - p.window + 1);
+      if (kFeatures && p.chunk) first_visible = max(first_visible, position / p.chunk * p.chunk);
+#pragma unroll
+      for (int i = e; i < kScores; i += 2) {
+        const int token = first_token + i / 2 * 8 + (lane >> 2);
+        if (token > position || (kFeatures && token < first_visible)) s[n][i] = -INFINITY;
+      }
     }
 }
 
@@ -156,15 +157,17 @@ __device__ __forceinline__ void place_sums(Softmax& state, int part, float scale
   state.places[part] = best;
 }
 
-// One tile. `used`: its tokens before kv_len. `scales`: of an FP8 tile's K and V.
+// One tile. `half`: which of the slot's scales are the head's.
 __device__ __forceinline__ void attend_tile(const DecodeParams& p, Shared& shared, Softmax& state, const Queries& q,
-                                            const Limits& limits, int slot, int first_token, int used, int head,
-                                            int lane) {
+                                            const Limits& limits, const Segment& segment, int slot, int first_token,
+                                            int half, int query_tile, int lane) {
   const bool fp8 = kFp8 && shared.formats[slot] == 4;
-  const float2 scales = fp8 ? stored_scales(p, shared, slot, head) : float2{1.0f, 1.0f};
+  const float2 scales = fp8 ? shared.scales[slot][half] : float2{1.0f, 1.0f};
   const int row_bytes = fp8 ? kDim : 2 * kDim;
   unsigned char* const values = shared.ring[slot] + kTile * row_bytes;
-  if (used < kTile) clear_unused(values, used, row_bytes, lane);
+  const bool newest = first_token + kTile - 1 > limits.all_see;  // all tiles that reach beyond kv_len are among these
+  if (newest && first_token + kTile > segment.kv_len)
+    clear_unused(values, segment.kv_len - first_token, row_bytes, lane);
   const uint32_t k = shared_address(shared.ring[slot]), v = shared_address(values);
   Scores s = {};
   if (fp8)
@@ -172,8 +175,8 @@ __device__ __forceinline__ void attend_tile(const DecodeParams& p, Shared& share
   else
     native_scores(s, q, k, lane);
   scale_scores(p, s, p.scale * scales.x);
-  if (first_token + kTile - 1 > limits.all_see || (kFeatures && first_token < limits.none_skip))
-    mask_scores(s, state, first_token, lane);
+  if (newest || (kFeatures && first_token < limits.none_skip))
+    mask_scores(p, s, segment, query_tile, first_token, lane);
   weigh(s, state);
   if (fp8) {
     place_sums(state, kApart, scales.y);
