@@ -110,7 +110,7 @@ class GpuMachine:
         from inferd.model.cuda_runner import CudaRunner, DevicePool, RunnerLimits, compiled
 
         assert isinstance(session.memory, CudaMapping)
-        pool = DevicePool(session.memory.address, served.layout(session.info.block_size), session.fp8)
+        pool = DevicePool(session.memory.addresses, served.layout(session.info.block_size), session.fp8)
         room = RunnerLimits(
             max_batch_tokens=limits.max_batch_tokens,
             max_num_seqs=limits.max_num_seqs,

@@ -106,6 +106,12 @@ class MemdConfig:
     fp8_step_bytes: int = setting(
         "bytes of blocks that a worker compresses between two of its steps at most", parse_size, default=4 << 20
     )
+    host_tier: int | None = setting(
+        "bytes of host memory, such as 16GiB, for blocks that nobody uses when the device is full: they move there "
+        "instead of being evicted (default: none)",
+        parse_size,
+        default=None,
+    )
     drain_grace: float = setting("seconds that workers have to detach when memd stops", parse_seconds, default=5.0)
     log_level: str = setting(f"least level to log: {', '.join(LEVELS)}", choice(*LEVELS), default="info")
     log_format: str = setting(f"how to log: {', '.join(FORMATS)}", choice(*FORMATS), default="auto")

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from memd.core.errors import InvariantError
 from memd.core.values import BlockCopy
+from memd.runs import Place, Run
 from pagekernels.layout import unpack_entry
 
 Copier = Callable[[Sequence[BlockCopy], int], None]
@@ -14,14 +15,14 @@ Copier = Callable[[Sequence[BlockCopy], int], None]
 
 
 class Slab(Protocol):
-    """Memory whose bytes memd can copy."""
+    """Memory whose bytes memd can copy: one slab, or several."""
 
-    def copy(self, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Copy runs (source, target, size in bytes), in order, from one place of the slab to another."""
+    def copy(self, runs: Sequence[Run]) -> None:
+        """Carry out these copies, in order."""
 
 
 def copier_of(slab: Slab) -> Copier:
-    """A copier of the one slab of a pool."""
+    """A copier of a pool's memory."""
 
     def copy(copies: Sequence[BlockCopy], unit_bytes: int) -> None:
         if not copies:
@@ -29,12 +30,13 @@ def copier_of(slab: Slab) -> Copier:
         try:
             slab.copy([_run(each, unit_bytes) for each in copies])
         except Exception as error:
-            # The pool says already what these blocks hold: nobody may ever match them, so memd ends.
+            # After a command the pool says already what these blocks hold: nobody may ever match them, so memd ends.
             raise InvariantError(f"{len(copies)} blocks were not copied: {error}") from error
 
     return copy
 
 
-def _run(copy: BlockCopy, unit_bytes: int) -> tuple[int, int, int]:
-    (form, _, source), (_, _, target) = unpack_entry(copy.source), unpack_entry(copy.target)
-    return source * unit_bytes, target * unit_bytes, form.itemsize * unit_bytes
+def _run(copy: BlockCopy, unit_bytes: int) -> Run:
+    (form, source_slab, source), (_, target_slab, target) = unpack_entry(copy.source), unpack_entry(copy.target)
+    places = Place(source_slab, source * unit_bytes), Place(target_slab, target * unit_bytes)
+    return Run(*places, form.itemsize * unit_bytes)

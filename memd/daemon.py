@@ -16,12 +16,23 @@ from memd.clock import LivenessClock
 from memd.config import MemdConfig, fp8_of, load_config, notify_address
 from memd.copying import copier_of
 from memd.core.errors import InvariantError
+from memd.core.extent import Tiers
 from memd.core.pool import Pool
 from memd.device.locks import LeaseLocks
 from memd.messages import read_geometry
+from memd.moving import Mover
 from memd.service import MemdLife, PoolService
 from memd.sessions import Sessions
-from memd.slabs import PoolMemory, Slab, describe, device_message, keep_sweeping, slab_message
+from memd.slabs import (
+    PoolMemory,
+    Slab,
+    describe,
+    device_message,
+    host_memory,
+    keep_sweeping,
+    pool_size,
+    slab_messages,
+)
 from memd.worker_service import WorkerService, WorkerTerms
 from pagepool import logs
 from pagepool.errors import PagepoolError, invalid_field
@@ -66,6 +77,7 @@ async def _live(config: MemdConfig, stop: asyncio.Event) -> None:
         if slab is None:
             return
         daemon = Memd(config, slab, locks, stop)
+        undo.push_async_callback(daemon.mover.close)
         await servers.open(daemon.services)
         ticking = asyncio.create_task(daemon.sessions.keep_time(TICK_S))
         ticking.add_done_callback(daemon.ticking_ended)
@@ -92,8 +104,8 @@ class Memd:
         self._stop = stop
         self._failure: BaseException | None = None
         epoch = secrets.randbits(64) or 1
-        cut = (config.block_size, slab.size_bytes, config.max_num_blocks, slab.layout_version)
-        self.pool = Pool(epoch, *cut, fp8=fp8_of(config))
+        cut = (config.block_size, pool_size(slab, config), config.max_num_blocks, slab.layout_version)
+        self.pool = Pool(epoch, *cut, tiers=Tiers(fp8_of(config), host_memory(slab, config)))
         self.pool.remaps.ack_timeout_s = config.ack_timeout
         if config.geometry is not None:
             self.pool.declare(read_geometry(config.geometry, slab.layout_version))
@@ -101,9 +113,11 @@ class Memd:
         self._locks = locks
         self._locks.remove_leftovers()
         self.sessions = Sessions(self.pool, self._locks, self._clock, self._failed)
-        self._terms = WorkerTerms(config.heartbeat_timeout, slab_message(slab))
+        self._terms = WorkerTerms(config.heartbeat_timeout, slab_messages(slab))
         start, copier, device = time.time(), copier_of(slab), device_message(slab)
         self._life = MemdLife(self.pool, self._clock, start, self.sessions, copier, device)
+        self.mover = Mover(self.pool, copier, self._clock, self.sessions.publish)
+        self.sessions.on_news = self.mover.begin
 
     def services(self, listener: Listener) -> list[Service]:
         """What a listener offers: everything on Unix sockets, looking only on TCP."""

@@ -102,7 +102,7 @@ def pool_message(pool: Pool, cuda_device: types_pb2.CudaDevice | None, start_tim
         geometry=None if pool.geometry is None else geometry_message(pool.geometry),
         unit_bytes=pool.unit_bytes,
         block_bytes=pool.block_bytes,
-        slab_bytes=pool.slab_bytes,
+        slab_bytes=pool.memory.slab_bytes,
         device="host" if cuda_device is None else f"cuda:{cuda_device.uuid}",
         usage=usage_message(pool.usage()),
         counters=types_pb2.PoolCounters(**counters),
@@ -126,11 +126,14 @@ def usage_message(usage: Usage) -> types_pb2.PoolUsage:
         split_blocks=usage.split,
         fp8_blocks=usage.fp8,
         kept_blocks=usage.kept,
+        host_blocks=usage.host_total,
+        host_free_blocks=usage.host_free,
+        host_cached_blocks=usage.host_cached,
     )
 
 
 def block_message(view: BlockView) -> types_pb2.Block:
-    """One block. Only the device tier exists so far."""
+    """One block."""
     holders = [
         types_pb2.BlockHolder(lease_id=one.lease_id, table_id=one.table_id, ref_count=one.ref_count, worker=one.worker)
         for one in view.holders
@@ -140,7 +143,7 @@ def block_message(view: BlockView) -> types_pb2.Block:
         state=cast("types_pb2.BlockState", view.state),
         ref_count=view.ref_count,
         format=cast("types_pb2.Format", view.format),
-        tier=types_pb2.TIER_DEVICE,
+        tier=types_pb2.TIER_HOST if view.host else types_pb2.TIER_DEVICE,
         entry=view.entry,
         sealed=view.sealed,
         exact=view.exact,

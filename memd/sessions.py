@@ -128,7 +128,8 @@ class Session:
 class Sessions:
     """All sessions by lease. Everything here runs on the event loop, between two commands of the pool.
 
-    `on_failure` is told at once of an error that memd cannot go on with.
+    `on_failure` is told at once of an error that memd cannot go on with; `on_news` is called when workers are told
+    something, for whoever else has something to do then.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Sessions:
         self._nobody.set()
         self._unfinished: dict[Recode, asyncio.Future[None]] = {}
         self.draining = False
+        self.on_news: Callable[[], None] = lambda: None
 
     def open(self, session: Session) -> None:
         """A stream speaks for its lease from now on; one that did so before is ended."""
@@ -174,6 +176,7 @@ class Sessions:
                 for one in news:
                     session.tell(remap_message(one))
         self._publish_recodes()
+        self.on_news()
         for lease_id, table_id in self._pool.victims.take_news():
             if (session := self._by_lease.get(lease_id)) is not None:
                 session.tell(AttachResponse(victim=Victim(table_id=table_id)))

@@ -11,6 +11,7 @@ from pathlib import Path
 import structlog
 
 from memd.config import MemdConfig
+from memd.core.extent import HostMemory
 from memd.device.cuda import CudaSlab, GpuThread, Memory, choose_gpu, memory_of, pool_bytes
 from memd.device.host import HostSlab, default_pool_bytes, living_bytes, remove_stale_slabs
 from memd.device.locks import LeaseLocks
@@ -104,7 +105,7 @@ class PoolMemory:
             self._slab = await _host_slab(self._config, stop)
         else:
             try:
-                self._slab = await self._cuda_slab(opened, stop)
+                self._slab = await self._with_host(await self._cuda_slab(opened, stop), stop)
             finally:
                 if self._slab is None:
                     opened.thread.close()
@@ -117,6 +118,23 @@ class PoolMemory:
         self._slab.close()
         if isinstance(self._slab, CudaSlab) and self._workers_let_go():
             self._note.remove()
+
+    async def _with_host(self, slab: CudaSlab | None, stop: asyncio.Event) -> CudaSlab | None:
+        """The slab with its host tier, if there is to be one."""
+        size = self._config.host_tier
+        if slab is None or not size:
+            return slab
+        self._slab = slab  # to be closed, whatever happens
+        directory = self._config.slab_dir
+        host = await asyncio.to_thread(HostSlab.create, directory, size, lambda: not stop.is_set(), "--host-tier")
+        if host is None:
+            return slab
+        try:
+            await asyncio.to_thread(slab.add_host, host)
+        except BaseException:
+            host.close()
+            raise
+        return slab
 
     def _workers_let_go(self) -> bool:
         """Whether nobody maps the pool any more: a worker unlocks its lease file a moment after it has detached."""
@@ -187,7 +205,7 @@ async def _host_slab(config: MemdConfig, stop: asyncio.Event) -> HostSlab | None
     deadline = time.monotonic() + FORMER_WORKERS_S
     while not stop.is_set():
         held = await asyncio.to_thread(sweep, config.slab_dir)
-        size = config.pool_bytes or default_pool_bytes(config.slab_dir)
+        size = (config.pool_bytes or default_pool_bytes(config.slab_dir)) + (config.host_tier or 0)
         try:
             return await asyncio.to_thread(HostSlab.create, config.slab_dir, size, lambda: not stop.is_set())
         except PagepoolError as error:
@@ -212,11 +230,34 @@ async def keep_sweeping(slab_dir: Path) -> None:
         await asyncio.to_thread(sweep, slab_dir)  # to give tens of gigabytes back takes the kernel a while
 
 
-def slab_message(slab: Slab) -> worker_service_pb2.Slab:
-    """How a worker maps it."""
+def host_memory(slab: Slab, config: MemdConfig) -> HostMemory | None:
+    """Where the host tier lies, if there is one: behind the pool in shared memory, or in a slab of its own."""
+    if isinstance(slab, CudaSlab):
+        return HostMemory(slab.host.size_bytes) if slab.host is not None else None
+    if not config.host_tier:
+        return None
+    return HostMemory(config.host_tier, 0, slab.size_bytes - config.host_tier)
+
+
+def pool_size(slab: Slab, config: MemdConfig) -> int:
+    """Bytes of the device tier."""
+    return slab.size_bytes if isinstance(slab, CudaSlab) else slab.size_bytes - (config.host_tier or 0)
+
+
+def slab_messages(slab: Slab) -> list[worker_service_pb2.Slab]:
+    """How a worker maps each of the slabs."""
     if isinstance(slab, HostSlab):
-        file = worker_service_pb2.SharedMemoryHandle(path=str(slab.path))
-        return worker_service_pb2.Slab(size_bytes=slab.size_bytes, shared_memory=file)
+        return [_file_message(slab)]
+    below = [] if slab.host is None else [_file_message(slab.host)]
+    return [_cuda_message(slab), *below]
+
+
+def _file_message(slab: HostSlab) -> worker_service_pb2.Slab:
+    file = worker_service_pb2.SharedMemoryHandle(path=str(slab.path))
+    return worker_service_pb2.Slab(size_bytes=slab.size_bytes, shared_memory=file)
+
+
+def _cuda_message(slab: CudaSlab) -> worker_service_pb2.Slab:
     handle = worker_service_pb2.CudaIpcHandle(handle=slab.handle, device_uuid=slab.gpu.uuid, memd_pid=slab.memd_pid)
     return worker_service_pb2.Slab(size_bytes=slab.size_bytes, cuda_ipc=handle)
 

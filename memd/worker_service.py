@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -28,10 +28,10 @@ _log = structlog.get_logger("memd.worker")
 
 @dataclass(frozen=True, slots=True)
 class WorkerTerms:
-    """What every worker gets: how long it may be silent, and the slab to map."""
+    """What every worker gets: how long it may be silent, and the slabs to map."""
 
     heartbeat_timeout_s: float
-    slab: pb.Slab
+    slabs: Sequence[pb.Slab]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,8 @@ class WorkerService:
             block_size=self.pool.block_size,
             unit_bytes=self.pool.unit_bytes,
             num_blocks=self.pool.num_blocks,
-            slabs=[self.terms.slab],
-            fp8=self.pool.fp8 is not None,
+            slabs=self.terms.slabs,
+            fp8=self.pool.memory.tiers.fp8 is not None,
         )
         return pb.AttachResponse(welcome=welcome)
 

@@ -57,9 +57,9 @@ class RunnerLimits:
 
 @dataclass(frozen=True, slots=True)
 class DevicePool:
-    """The pool's memory as this process has it mapped, and whether there may be FP8 blocks in it."""
+    """The pool's slabs as this process has them mapped, by number, and whether there may be FP8 blocks in it."""
 
-    address: int
+    addresses: Sequence[int]
     layout: PagedLayout
     fp8: bool = False
 
@@ -103,7 +103,7 @@ class CudaRunner:
             None if u.params.sinks is None else torch.tensor(u.params.sinks, device=where) for u in self._uses
         ]
         self._stream = torch.cuda.ExternalStream(device.stream_handle, device=device.index)  # type: ignore[no-untyped-call]
-        self._ops = CudaOps(device, pool.address, pool.layout, decode_layers(served), Tuning(mixed=pool.fp8))
+        self._ops = CudaOps(device, pool.addresses, pool.layout, decode_layers(served), Tuning(mixed=pool.fp8))
         self._fp8 = pool.fp8
         self._blocks = limits.blocks(pool.layout.block_size)
         rows = ladder(DECODE_SIZES, limits.max_num_seqs)[-1]  # a captured step may have more than sequences may run

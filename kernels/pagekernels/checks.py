@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,6 +18,13 @@ ELEMENT = {
 """What a pool of each native format takes and gives: float32, or its own 16-bit pattern. FP8 is never native."""
 
 INT32, INT64, UINT32, FLOAT32 = (np.dtype(t) for t in (np.int32, np.int64, np.uint32, np.float32))
+
+
+class Room(NamedTuple):
+    """Memory that entries may name: slabs of so many units each."""
+
+    num_units: int
+    num_slabs: int = 1
 
 
 def bind(pattern: str, sizes: dict[str, int], **arrays: Array) -> None:
@@ -100,21 +109,22 @@ def check_copy(sources: Array, targets: Array) -> None:
     check_dtype("targets", targets, UINT32)
 
 
-def check_compress(layout: PagedLayout, num_units: int, sources: Array, targets: Array) -> None:
-    """Raises ValueError on arguments that PagedOps.compress_blocks cannot take on a slab of so many units."""
-    check_recode(layout.format, Format.FP8_E4M3, num_units, sources, targets)
+def check_compress(layout: PagedLayout, room: Room, sources: Array, targets: Array) -> None:
+    """Raises ValueError on arguments that PagedOps.compress_blocks cannot take on such memory."""
+    check_recode((layout.format, Format.FP8_E4M3), room, sources, targets)
 
 
-def check_decompress(layout: PagedLayout, num_units: int, sources: Array, targets: Array) -> None:
-    """Raises ValueError on arguments that PagedOps.decompress_blocks cannot take on a slab of so many units."""
-    check_recode(Format.FP8_E4M3, layout.format, num_units, sources, targets)
+def check_decompress(layout: PagedLayout, room: Room, sources: Array, targets: Array) -> None:
+    """Raises ValueError on arguments that PagedOps.decompress_blocks cannot take on such memory."""
+    check_recode((Format.FP8_E4M3, layout.format), room, sources, targets)
 
 
-def check_recode(given: Format, wanted: Format, num_units: int, sources: Array, targets: Array) -> None:
+def check_recode(formats: tuple[Format, Format], room: Room, sources: Array, targets: Array) -> None:
     """Raises ValueError unless blocks `sources` of one format can become blocks `targets` of the other in any order."""
     check_copy(sources, targets)
-    read = units_of("sources", sources, given, num_units)
-    written = units_of("targets", targets, wanted, num_units)
+    given, wanted = formats
+    read = units_of("sources", sources, given, room)
+    written = units_of("targets", targets, wanted, room)
     overlaps = np.isin(written, read).any(axis=1)
     if overlaps.any():
         at = int(overlaps.argmax())
@@ -126,8 +136,11 @@ def check_recode(given: Format, wanted: Format, num_units: int, sources: Array, 
         raise ValueError(f"targets[{at}] is {targets[at]:#010x}, but must not overlap another target")
 
 
-def units_of(name: str, entries: Array, fmt: Format, num_units: int) -> npt.NDArray[np.int64]:
-    """The units [N, Format.itemsize] of the entries' blocks; raises ValueError unless all are `fmt` and in the slab."""
+def units_of(name: str, entries: Array, fmt: Format, room: Room) -> npt.NDArray[np.int64]:
+    """The units [N, Format.itemsize] of the entries' blocks, each slab's behind those of the one before.
+
+    Raises ValueError unless all are `fmt` and in the memory.
+    """
     words = entries.astype(np.int64)
     wrong = words >> 29 != fmt
     if wrong.any():
@@ -135,12 +148,14 @@ def units_of(name: str, entries: Array, fmt: Format, num_units: int) -> npt.NDAr
         what = f"format {fmt.value} ({fmt.name}), not {words[at] >> 29}"
         raise ValueError(f"{name}[{at}] is {entries[at]:#010x}, but must be a block of {what}")
     units: npt.NDArray[np.int64] = (words & (MAX_UNITS - 1))[:, None] + np.arange(fmt.itemsize)
-    outside = (words >> 26 & (MAX_SLABS - 1) != 0) | (units >= num_units).any(axis=1)
+    slabs = words >> 26 & (MAX_SLABS - 1)
+    outside = (slabs >= room.num_slabs) | (units >= room.num_units).any(axis=1)
     if outside.any():
         at = int(outside.argmax())
-        limit = f"the slab has {num_units} units and no other slab is mapped"
+        others = "no other slab is" if room.num_slabs == 1 else f"{room.num_slabs} slabs are"
+        limit = f"the slab has {room.num_units} units and {others} mapped"
         raise ValueError(f"{name}[{at}] is {entries[at]:#010x}, but {limit}")
-    return units
+    return units + slabs[:, None] * MAX_UNITS
 
 
 def letters(shape: LayerShape) -> dict[str, int]:

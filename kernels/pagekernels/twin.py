@@ -164,7 +164,7 @@ class TwinOps:
         self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]
     ) -> npt.NDArray[np.float32]:
         """See PagedOps."""
-        checks.check_compress(self.layout, self._num_units, sources, targets)
+        checks.check_compress(self.layout, checks.Room(self._num_units), sources, targets)
         errors = np.zeros((len(sources), 2))
         for i, (source, target) in enumerate(zip(sources.tolist(), targets.tolist(), strict=True)):
             for layer, head in self._heads():
@@ -174,7 +174,7 @@ class TwinOps:
 
     def decompress_blocks(self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]) -> None:
         """See PagedOps."""
-        checks.check_decompress(self.layout, self._num_units, sources, targets)
+        checks.check_decompress(self.layout, checks.Room(self._num_units), sources, targets)
         native = self.layout.format
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             for layer, head in self._heads():

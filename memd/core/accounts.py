@@ -11,7 +11,8 @@ class Usage:
 
     `pinned` counts those of the cached ones that cannot be evicted now, `reserve` those of the held ones that workers
     have in reserve. `split` of all these places are split, and have `fp8` FP8 blocks in them. `kept`
-    of them are kept back, to compress to: a class like the first ones.
+    of them are kept back, to compress to: a class like the first ones. All this is of the device; the host tier has
+    `host_total` more, free, cached, or held.
     """
 
     total: int
@@ -24,6 +25,9 @@ class Usage:
     split: int = 0
     fp8: int = 0
     kept: int = 0
+    host_total: int = 0
+    host_free: int = 0
+    host_cached: int = 0
 
     @property
     def available(self) -> int:
@@ -49,3 +53,6 @@ class Counters:
     compressed_blocks: int = 0
     decompressed_blocks: int = 0
     blocks_over_error: int = 0
+    demoted_blocks: int = 0
+    promoted_blocks: int = 0
+    host_hit_tokens: int = 0

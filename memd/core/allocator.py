@@ -99,26 +99,26 @@ class FrameQueue:
 
 
 class Allocator:
-    """Free frames. Policy: frames never used by rising index, then the one given back longest ago.
+    """Free frames of a tier. Policy: frames never used by rising index, then the one given back longest ago.
 
-    So a freed block's bytes stay as they were for as long as possible.
+    So a freed block's bytes stay as they were for as long as possible. The first frame is `first`.
     """
 
-    __slots__ = ("_returned", "_unused", "num_frames")
+    __slots__ = ("_end", "_returned", "_unused", "num_frames")
 
-    def __init__(self, num_frames: int, links: Links) -> None:
+    def __init__(self, num_frames: int, links: Links, first: int = 0) -> None:
         self.num_frames = num_frames
-        self._unused = 0
+        self._unused, self._end = first, first + num_frames
         self._returned = FrameQueue(links)
 
     @property
     def num_free(self) -> int:
         """Frames that can be taken."""
-        return self.num_frames - self._unused + len(self._returned)
+        return self._end - self._unused + len(self._returned)
 
     def take(self, count: int) -> list[int]:
         """That many free frames; there must be so many."""
-        fresh = min(count, self.num_frames - self._unused)
+        fresh = min(count, self._end - self._unused)
         frames = list(range(self._unused, self._unused + fresh))
         self._unused += fresh
         frames.extend(self._returned.pop() for _ in range(count - fresh))
@@ -132,5 +132,5 @@ class Allocator:
 
     def free_frames(self) -> Iterator[int]:
         """All free frames, in the order in which they will be taken."""
-        yield from range(self._unused, self.num_frames)
+        yield from range(self._unused, self._end)
         yield from self._returned

@@ -1,4 +1,4 @@
-"""Cached blocks in the order in which they are evicted, and what prefixes are kept for longer.
+"""Cached blocks in the order in which they are evicted, tier by tier, and what prefixes are kept for longer.
 
 Least recently used first, but a kept prefix by its priority: whatever has a lower one goes before it. A pinned one does
 not go at all. Both end with their time; then the blocks count as just used.
@@ -7,37 +7,25 @@ not go at all. Both end with their time; then the blocks count as just used.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from memd.core.allocator import FrameQueue, Links
-from memd.core.errors import InvariantError
+from memd.core.allocator import Links
+from memd.core.eviction import EvictionOrder, Retention
 from memd.core.units import SplitFrames
-
-
-@dataclass(frozen=True, slots=True)
-class Retention:
-    """How long a block stays cached. `until` is when that ends; priority 0 is everybody's."""
-
-    priority: int
-    pinned: bool
-    until: float
 
 
 class CachedFrames:
     """Frames of sealed blocks that nobody refers to, and the retention of those that have one, referred to or not.
 
     Blocks are named by their places. A split frame is queued when nobody refers to any block in it, from then on, and
-    as strongly kept as any of these; it is emptied as a whole.
+    as strongly kept as any of these; it is emptied as a whole. Frames from `first_host` on are those of the host tier;
+    what is said of no tier is said of the device.
     """
 
-    __slots__ = ("_common", "_links", "_pinned", "_queues", "_spare", "_units", "kept", "num_pinned_kept")
+    __slots__ = ("_device", "_first_host", "_units", "host", "kept", "num_pinned_kept")
 
-    def __init__(self, links: Links, units: SplitFrames) -> None:
-        self._links, self._units = links, units
-        self._common = FrameQueue(links)
-        self._queues = {0: self._common}  # by priority, none empty but the common one
-        self._spare: list[FrameQueue] = []
-        self._pinned = FrameQueue(links)
+    def __init__(self, links: Links, units: SplitFrames, first_host: int) -> None:
+        self._units, self._first_host = units, first_host
+        self._device, self.host = EvictionOrder(links), EvictionOrder(links)
         self.kept: dict[int, Retention] = {}  # by place
         self.num_pinned_kept = 0
 
@@ -45,24 +33,26 @@ class CachedFrames:
         return self.num_evictable + self.num_pinned
 
     def __iter__(self) -> Iterator[int]:
-        for priority in sorted(self._queues):
-            yield from self._queues[priority]
-        yield from self._pinned
+        yield from self._device
+        yield from self.host
 
-    def queues(self) -> list[tuple[int | None, list[int]]]:
-        """The frames by priority, None for the pinned ones, each in the order of their release."""
-        rest = [(priority, list(queue)) for priority, queue in self._queues.items()]
-        return [*rest, (None, list(self._pinned))]
+    def orders(self) -> tuple[EvictionOrder, EvictionOrder]:
+        """Those of the device and of the host."""
+        return self._device, self.host
 
     @property
     def num_evictable(self) -> int:
         """Frames that can be popped."""
-        return sum(map(len, self._queues.values()))
+        return self._device.num_evictable
 
     @property
     def num_pinned(self) -> int:
         """Cached frames that cannot be popped."""
-        return len(self._pinned)
+        return self._device.num_pinned
+
+    def evictable(self) -> Iterator[int]:
+        """Frames that can be popped, in this order."""
+        return self._device.evictable()
 
     def is_pinned(self, place: int) -> bool:
         """Whether a block, cached or not, is pinned."""
@@ -70,6 +60,8 @@ class CachedFrames:
 
     def retention_of(self, frame: int) -> Retention | None:
         """How a frame is kept: as its block is, or as strongly as any of those in it."""
+        if not self.kept:
+            return None
         if frame not in self._units:
             return self.kept.get(frame)
         said = [self.kept[place] for place in self._units.blocks_in(frame) if place in self.kept]
@@ -87,7 +79,7 @@ class CachedFrames:
 
     def append_whole(self, frame: int) -> None:
         """Nobody refers to what is in a frame, which is in no queue."""
-        (self._queue_of(frame) if self.kept else self._common).append(frame)
+        self._order_of(frame).append(frame, self.retention_of(frame))
 
     def remove(self, place: int) -> None:
         """Somebody refers to a cached block again, or it goes."""
@@ -98,29 +90,19 @@ class CachedFrames:
 
     def remove_all(self, places: Sequence[int]) -> None:
         """As `remove`, for each of these places, each named once."""
-        if self.kept or self._units:
+        if self.kept or self._units or (places and max(places) >= self._first_host):
             for place in places:
                 self.remove(place)
         else:
-            self._common.remove_all(places)
+            self._device.remove_common(places)
 
     def remove_whole(self, frame: int) -> None:
         """Take a frame out of its queue."""
-        if not self.kept:
-            self._common.remove(frame)
-            return
-        self._queue_of(frame).remove(frame)
-        if (retention := self.retention_of(frame)) is not None:
-            self._close_if_empty(retention.priority)
+        self._order_of(frame).remove(frame, self.retention_of(frame))
 
     def pop(self) -> int:
         """Take out the frame to be evicted first."""
-        for priority in sorted(self._queues):
-            if self._queues[priority]:
-                frame = self._queues[priority].pop()
-                self._close_if_empty(priority)
-                return frame
-        raise InvariantError("a block is evicted while none can be")
+        return self._device.pop()
 
     def keep(self, frame: int, retention: Retention | None) -> None:
         """Give a block, which is in no queue now, this retention and no other."""
@@ -130,16 +112,5 @@ class CachedFrames:
             self.kept[frame] = retention
             self.num_pinned_kept += retention.pinned
 
-    def _queue_of(self, frame: int) -> FrameQueue:
-        retention = self.retention_of(frame)
-        if retention is None:
-            return self._queues[0]
-        if retention.pinned:
-            return self._pinned
-        if retention.priority not in self._queues:
-            self._queues[retention.priority] = self._spare.pop() if self._spare else FrameQueue(self._links)
-        return self._queues[retention.priority]
-
-    def _close_if_empty(self, priority: int) -> None:
-        if priority and not self._queues.get(priority, True):
-            self._spare.append(self._queues.pop(priority))  # its place among the links serves another priority
+    def _order_of(self, frame: int) -> EvictionOrder:
+        return self.host if frame >= self._first_host else self._device

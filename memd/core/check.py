@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import Counter
 
 from memd.core import views
+from memd.core.accounts import Usage
 from memd.core.block import TOKEN_BYTES
 from memd.core.check_recodes import check_recodes
 from memd.core.check_store import check_cached, check_frames, check_index, require
@@ -212,10 +213,22 @@ def _by_frame(store: BlockStore) -> list[list[int]]:
     return whole + [store.units.blocks_in(frame) for frame in store.units]
 
 
+def _check_host(store: BlockStore, usage: Usage, states: list[tuple[bool, Counter[BlockState]]]) -> None:
+    below = [one for host, one in states if host]
+    cached = sum(not one[BlockState.HELD] and not one[BlockState.QUARANTINED] for one in below)
+    require(usage.host_cached == cached, f"{usage} does not agree with {cached} cached frames of the host")
+    there = usage.host_free + len(below)
+    require(usage.host_total == there == store.host_allocator.num_frames, f"{usage} does not add up for the host")
+
+
 def _check_sums(state: PoolState, store: BlockStore) -> None:
     usage, blocks = views.usage(state), store.blocks
-    states = [Counter(views.block_state(state, store, place) for place in places) for places in _by_frame(store)]
-    doing = Counter(next(one for one in _DOING if found[one]) for found in states)
+    states = [
+        (store.units.is_host(places[0]), Counter(views.block_state(state, store, place) for place in places))
+        for places in _by_frame(store)
+    ]
+    _check_host(store, usage, states)
+    doing = Counter(next(one for one in _DOING if found[one]) for host, found in states if not host)
     seen = (doing[BlockState.HELD], doing[BlockState.CACHED], doing[BlockState.QUARANTINED])
     require((usage.held, usage.cached, usage.quarantined) == seen, f"{usage} does not agree with the blocks: {seen}")
     total = usage.free + usage.held + usage.cached + usage.quarantined + usage.kept

@@ -18,8 +18,14 @@ def require(condition: bool, complaint: str) -> None:  # noqa: FBT001
 def check_frames(store: BlockStore) -> None:
     """Every place has one block or none, and every column says so."""
     blocks = store.blocks
-    free = list(store.allocator.free_frames())
+    free, below = list(store.allocator.free_frames()), list(store.host_allocator.free_frames())
     require(len(free) == store.allocator.num_free, f"{len(free)} frames are free, counted {store.allocator.num_free}")
+    counted = store.host_allocator.num_free
+    require(len(below) == counted, f"{len(below)} frames of the host are free, counted {counted}")
+    first = store.first_host
+    apart = all(frame < first for frame in (*free, *store.units.kept)) and all(frame >= first for frame in below)
+    require(apart, "a frame of one tier is free in the other")
+    free += below
     require(len(set(free)) == len(free), "a frame is free twice")
     occupied = {place for place, block_id in enumerate(blocks.ids) if block_id}
     used = _check_units(store, occupied)
@@ -27,7 +33,7 @@ def check_frames(store: BlockStore) -> None:
     require(len(kept) <= store.units.num_kept, f"{len(kept)} frames are kept back, wanted {store.units.num_kept}")
     require(len({*free, *kept}) == len(free) + len(kept), "a frame is kept back twice, or free too")
     free += kept
-    both, neither = used & set(free), set(range(store.allocator.num_frames)) - used - set(free)
+    both, neither = used & set(free), set(range(store.units.first)) - used - set(free)
     require(not both, f"frames {sorted(both)} are free, but blocks are in them")
     require(not neither, f"frames {sorted(neither)} are neither free nor in use")
     require(
@@ -61,10 +67,11 @@ def check_cached(store: BlockStore) -> None:
     idle = {place for place in blocks.frame_of.values() if not blocks.holders[place]}
     whole = {place for place in idle if not store.units.is_unit(place)}
     emptied = whole | {frame for frame in store.units if store.units.is_idle(frame)}
-    require(len(cached) == len(store.cached), f"{len(cached)} frames are cached, counted {len(store.cached)}")
+    counted = len(store.cached) + len(store.cached.host)
+    require(len(cached) == counted, f"{len(cached)} frames are cached, counted {counted}")
     require(len(set(cached)) == len(cached), "a frame is cached twice")
     require(set(cached) == emptied, f"frames {sorted(cached)} are cached, but nobody refers to {sorted(emptied)}")
-    for priority, queue in store.cached.queues():
+    for priority, queue in (queue for order in store.cached.orders() for queue in order.queues()):
         # A split frame comes to its queue when its last block is let go, or leaves it.
         times = [blocks.touched[frame] for frame in queue if frame not in store.units]
         require(times == sorted(times), f"cached blocks of priority {priority} are not in the order of release")

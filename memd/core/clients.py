@@ -157,6 +157,10 @@ class ClientLeases:
         """REQUEST_TOO_LARGE or POOL_EXHAUSTED unless `fresh` blocks, `in_all` with those there, can be granted."""
         if in_all > store.num_blocks:
             raise errors.request_too_large("num_blocks", in_all, store.num_blocks)
+        self.require_spare(store, fresh, spare)
+
+    def require_spare(self, store: BlockStore, fresh: int, spare: int) -> None:
+        """POOL_EXHAUSTED unless so many blocks can be granted."""
         if fresh > spare:
             self._state.counters.refused_requests += 1
             self._state.version += 1

@@ -11,8 +11,8 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from memd.core.cached import Retention
 from memd.core.errors import InvariantError
+from memd.core.eviction import Retention
 
 
 @dataclass(slots=True, eq=False)

@@ -14,7 +14,7 @@ from hashlib import sha256
 
 from memd.core import errors
 from memd.core.block import TOKEN_BYTES
-from memd.core.cached import Retention
+from memd.core.eviction import Retention
 from memd.core.kept import PinTree
 from memd.core.state import PoolState, pack_checked
 from memd.core.store import BlockStore

@@ -11,7 +11,7 @@ from memd.core.admission import Admission
 from memd.core.clients import ClientLeases
 from memd.core.compression import Compression
 from memd.core.deadlines import Deadlines
-from memd.core.fp8 import Fp8
+from memd.core.extent import DEVICE_ONLY, PoolMemory, Tiers
 from memd.core.geometry import Geometry, require_device, require_equal
 from memd.core.pins import PrefixPins
 from memd.core.policy import Compressor
@@ -19,6 +19,7 @@ from memd.core.remaps import Remaps
 from memd.core.sharing import Sharing
 from memd.core.state import PoolState
 from memd.core.stepping import Stepper
+from memd.core.tiering import Tiering
 from memd.core.values import (
     Attached,
     BlockRun,
@@ -34,7 +35,6 @@ from memd.core.victims import Victims
 from memd.core.waiting import Waiting
 from memd.core.workers import WorkerLeases
 from pagekernels.layout import LAYOUT_LINEAR
-from pagepool.errors import invalid_field
 
 T = TypeVar("T")
 
@@ -46,8 +46,7 @@ class Pool:
     reason that the protos list for it and changes nothing but counters and what time has ended. `now` is seconds on one
     monotonic clock of the caller. Ids rise and are never used twice; leases and tables share one sequence of ids.
     Allocation takes blocks never used, then the one freed longest ago, then evicts the cached one released longest ago,
-    by priority. `layout_version` is the byte order of the slab's memory. With `fp8` blocks can be compressed.
-    InvariantError means a bug: stop the daemon.
+    by priority. `layout_version` is the byte order of the slab's memory. InvariantError means a bug: stop the daemon.
     """
 
     def __init__(
@@ -58,14 +57,10 @@ class Pool:
         max_num_blocks: int | None = None,
         layout_version: int = LAYOUT_LINEAR,
         *,
-        fp8: Fp8 | None = None,
+        tiers: Tiers = DEVICE_ONLY,
     ) -> None:
-        if max_num_blocks is not None and max_num_blocks < 1:
-            raise invalid_field("--max-num-blocks", max_num_blocks, "at least 1", "leave it out for the whole slab")
-        self.slab_bytes = slab_bytes
-        self.max_num_blocks = max_num_blocks
+        self.memory = PoolMemory(slab_bytes, max_num_blocks, tiers)
         self.layout_version = layout_version
-        self.fp8 = fp8
         self._state = PoolState(epoch, block_size)
         self.waiting = Waiting(self._state)
         self.victims = Victims(self._state)
@@ -75,8 +70,9 @@ class Pool:
         self._workers = WorkerLeases(self._state, self.waiting)
         self.deadlines = Deadlines(self._state, self._clients, self._workers)
         self.remaps = Remaps(self._state)
-        self.compression = Compression(self._state, self._clients, self.remaps, is_on=fp8 is not None)
-        self.compressor = Compressor(self._state, self.waiting, self.compression, fp8)
+        self.compression = Compression(self._state, self._clients, self.remaps, is_on=tiers.fp8 is not None)
+        self.compressor = Compressor(self._state, self.waiting, self.compression, tiers.fp8)
+        self.tiering = Tiering(self._state, self.compression)
         admission = Admission(self._state, self.waiting, self.victims)
         self._stepper = Stepper(self._state, admission, self.remaps, self.compression)
 
@@ -146,7 +142,7 @@ class Pool:
         if self._state.geometry is not None:
             require_equal(self._state.geometry, geometry)
         else:
-            self._state.cut(geometry, self.slab_bytes, self.max_num_blocks, self.fp8)
+            self._state.cut(geometry, self.memory)
 
     # -- client leases
 
@@ -222,6 +218,7 @@ class Pool:
         num_unread, outcome = len(lease.remaps), self._stepper.apply(lease, step, now)
         if step.recodings or len(lease.remaps) < num_unread:
             self.compressor.run(now)
+        self.tiering.run(now)
         if lease.replaying:
             self.victims.tell_granted_again(lease, outcome.grants)
         return self._changed(outcome)
@@ -257,6 +254,7 @@ class Pool:
         self._workers.tick(now)
         self.waiting.expire(now)
         self.compressor.run(now)
+        self.tiering.run(now)
         return self.deadlines.end_late(now)
 
     # -- queries: never change anything

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -12,8 +12,8 @@ from memd.core import errors
 from memd.core.accounts import Counters
 from memd.core.allocator import NOWHERE
 from memd.core.block import TOKEN_BYTES
-from memd.core.fp8 import Fp8
-from memd.core.geometry import Geometry, cut
+from memd.core.extent import PoolMemory
+from memd.core.geometry import Geometry
 from memd.core.lease import Lease
 from memd.core.promises import Promises
 from memd.core.recodes import Recode
@@ -103,22 +103,23 @@ class PoolState:
     readers: Counter[int] = field(default_factory=Counter)  # by frame: references of workers that may still read it
     recoding: dict[int, Recode] = field(default_factory=dict)  # by place: what stores its block in another format
     finished_recodes: list[Recode] = field(default_factory=list)
+    mover: Lease | None = None  # memd's own: it has what is on its way between tiers
+    host_matches: deque[int] = field(default_factory=deque)  # ids of blocks of the host tier that were matched
 
     @property
     def num_leases(self) -> int:
         """Leases that are not lost."""
-        return sum(lease.state is not LeaseState.LOST for lease in self.leases.values())
+        return sum(one.state is not LeaseState.LOST and one is not self.mover for one in self.leases.values())
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the native format in the whole pool; 0 until it is cut."""
         return self.store.num_blocks if self.store else 0
 
-    def cut(self, geometry: Geometry, slab_bytes: int, max_num_blocks: int | None, fp8: Fp8 | None = None) -> None:
-        """Cut the pool for a geometry, with FP8 blocks or without; INVALID_FIELD if it cannot be."""
+    def cut(self, geometry: Geometry, memory: PoolMemory) -> None:
+        """Cut the pool for a geometry; INVALID_FIELD if it cannot be."""
         layout = geometry.layout(self.block_size)
-        num_blocks = cut(layout, slab_bytes, max_num_blocks)
-        self.store = BlockStore(layout, num_blocks, geometry.model_digest, self.counters, fp8)
+        self.store = BlockStore(layout, memory.extent(layout), geometry.model_digest, self.counters)
         self.layout, self.geometry = layout, geometry
         self.version += 1
 
@@ -176,6 +177,8 @@ class PoolState:
     def _fill(self, lease: Lease, table: Table, plan: Plan, now: float) -> None:
         store, holders = self.cut_store(), (table.table_id,)
         store.hold(plan.matched, holders, now)
+        if store.host_allocator.num_frames:
+            self._note_host(store, plan.matched)
         if plan.run:
             store.hold([plan.source], (lease.lease_id,), now)
             lease.copy_sources[table.table_id] = plan.source
@@ -184,6 +187,11 @@ class PoolState:
         table.num_tokens = table.cached_tokens = len(plan.matched) * self.block_size + plan.run
         if plan.run:
             store.blocks.copy(plan.source, table.frames[len(plan.matched)], plan.run)
+
+    def _note_host(self, store: BlockStore, matched: Sequence[int]) -> None:
+        found = [place for place in matched if store.units.is_host(place)]
+        self.host_matches.extend(store.blocks.ids[place] for place in found)
+        self.counters.host_hit_tokens += len(found) * self.block_size
 
     def extend_table(self, table: Table, num_blocks: int, now: float) -> Sequence[int]:
         """The frames of new blocks at the end of a table; that many must be available."""
@@ -230,19 +238,23 @@ class PoolState:
     def abandon_recodes(self, lease: Lease, why: str, now: float) -> None:
         """Nothing comes of what a worker was to store in other formats; it may still write to the targets."""
         for recode in lease.recodes:
+            self._let_go(recode.sources, lease, now)
             for place in recode.sources:
                 del self.recoding[place]
-                self.cut_store().release(place, lease.lease_id, now)
             recode.sources.clear()
             if not recode.is_over:
                 recode.is_over, recode.failure = True, why
                 self.finished_recodes.append(recode)
 
+    def _let_go(self, places: Sequence[int], lease: Lease, now: float) -> None:
+        if self.store is not None:  # else there are none
+            self.store.release_all(places, lease.lease_id, now)
+
     def end_lease(self, lease: Lease, now: float) -> None:
         """End a lease and release all that it holds."""
         self.abandon_recodes(lease, f"worker {lease.holder!r} has gone meanwhile", now)
-        for place in [place for recode in lease.recodes for place in recode.targets]:
-            self.cut_store().release(place, lease.lease_id, now)
+        for recode in lease.recodes:
+            self._let_go(recode.targets, lease, now)
         for table in list(lease.tables.values()):
             self.release_table(table, now)
         if lease.references:

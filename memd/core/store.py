@@ -16,11 +16,14 @@ from collections.abc import Collection, Iterable, Sequence
 from memd.core.accounts import Counters
 from memd.core.allocator import Allocator, Links
 from memd.core.block import FEW_HOLDERS, Blocks, ManyHolders, span_of
-from memd.core.cached import CachedFrames, Retention
+from memd.core.cached import CachedFrames
 from memd.core.entries import Entries
 from memd.core.errors import InvariantError
-from memd.core.fp8 import Fp8
+from memd.core.evicting import MAX_HURRIED_BYTES, evict
+from memd.core.eviction import Retention
+from memd.core.extent import Extent
 from memd.core.prefix import PrefixIndex
+from memd.core.room import Room
 from memd.core.units import SplitFrames
 from memd.core.values import BlockRun
 from pagekernels.layout import PagedLayout
@@ -34,36 +37,45 @@ class BlockStore:
 
     Evicted are sealed blocks that nobody refers to, the one released longest ago first, but by priority, and none that
     is pinned. Blocks of a table are released from its end, so a prefix is eaten from its end too. `sealed` has the ids
-    of blocks as they were sealed, for who takes them out: None for nobody.
+    of blocks as they were sealed, for who takes them out: None for nobody. `hurried` are the places that evicted blocks
+    of the device have moved from, and to, in the host tier: their bytes are to be copied before anything else happens.
     """
 
     __slots__ = (
+        "_room",
         "allocator",
         "blocks",
         "cached",
         "counters",
         "entries",
         "entry",
+        "first_host",
         "format_of",
+        "host_allocator",
+        "hurried",
         "index",
+        "max_hurried",
         "sealed",
         "units",
     )
 
-    def __init__(
-        self, layout: PagedLayout, num_blocks: int, model_digest: bytes, counters: Counters, fp8: Fp8 | None = None
-    ) -> None:
-        links = Links(num_blocks)
-        self.allocator = Allocator(num_blocks, links)
-        self.units = SplitFrames(num_blocks, layout.units_per_block)
-        self.units.keep(fp8.num_kept(num_blocks) if fp8 else 0, self.allocator)
-        self.cached = CachedFrames(links, self.units)
-        self.blocks = Blocks(num_blocks * (1 + layout.units_per_block if fp8 else 1), layout.block_size)
+    def __init__(self, layout: PagedLayout, extent: Extent, model_digest: bytes, counters: Counters) -> None:
+        links, first_host = Links(extent.num_frames), extent.num_blocks
+        self.first_host = first_host
+        self.allocator = Allocator(extent.num_blocks, links)
+        self.host_allocator = Allocator(extent.num_host, links, first_host)
+        self.units = SplitFrames(extent.num_frames, layout.units_per_block, first_host)
+        self.units.keep(extent.fp8.num_kept(extent.num_blocks) if extent.fp8 else 0, self.allocator)
+        self.cached = CachedFrames(links, self.units, first_host)
+        self.blocks = Blocks(extent.num_places(layout.units_per_block), layout.block_size)
         self.index = PrefixIndex(self.blocks, model_digest)
         self.counters = counters
-        entries = Entries(layout, self.units)
+        self._room = Room(self.allocator, self.units, self.cached, self.blocks)
+        entries = Entries(layout, self.units, extent)
         self.entry, self.entries, self.format_of = entries.entry, entries.entries, entries.format_of
         self.sealed: deque[int] | None = None
+        self.hurried: list[tuple[int, int]] = []
+        self.max_hurried = min(MAX_HURRIED_BYTES // layout.block_bytes + 1, extent.num_host)
 
     @property
     def num_blocks(self) -> int:
@@ -72,41 +84,16 @@ class BlockStore:
 
     @property
     def available(self) -> int:
-        """Blocks that can be granted: free and cached ones, but for those that are pinned, or to be kept back."""
-        missing = self.units.num_kept - len(self.units.kept)
-        return self.allocator.num_free + max(self.cached.num_evictable - missing, 0)
+        """Blocks that can be granted now."""
+        return self._room.available
 
-    def num_evictable(self, frames: Sequence[int]) -> int:
-        """How many available frames these blocks are in: those that are cached and not pinned."""
-        held = self.blocks.holders
-        if self.units:
-            return self._num_evictable_split(frames)
-        count = sum(not held[frame] for frame in frames) if (span := span_of(frames)) is None else held[span].count(())
-        if self.cached.num_pinned:
-            count -= sum(not held[frame] and self.cached.is_pinned(frame) for frame in frames)
-        return count
+    def num_evictable(self, places: Sequence[int]) -> int:
+        """How many available frames these blocks are in."""
+        return self._room.num_evictable(places)
 
-    def _num_evictable_split(self, places: Sequence[int]) -> int:
-        whole = [place for place in places if not self.units.is_unit(place) and not self.blocks.holders[place]]
-        retentions = map(self.cached.retention_of, (*whole, *self.units.idle_frames_of(places)))
-        return sum(one is None or not one.pinned for one in retentions)
-
-    def num_pinned_beside(self, frames: Collection[int]) -> int:
+    def num_pinned_beside(self, places: Collection[int]) -> int:
         """How many cached frames other than those of these blocks cannot be emptied."""
-        if not self.cached.num_pinned:
-            return 0
-        if self.units:
-            frames = {self.units.frame_of(one) if self.units.is_unit(one) else one for one in frames}
-            retentions = [self.cached.retention_of(one) for one in frames if self.is_cached(one)]
-            return self.cached.num_pinned - sum(one is not None and one.pinned for one in retentions)
-        held, is_pinned = self.blocks.holders, self.cached.is_pinned
-        return self.cached.num_pinned - sum(not held[frame] and is_pinned(frame) for frame in frames)
-
-    def is_cached(self, frame: int) -> bool:
-        """Whether there is something in a frame that nobody refers to."""
-        if frame in self.units:
-            return self.units.is_idle(frame)
-        return self.blocks.ids[frame] != 0 and not self.blocks.holders[frame]
+        return self._room.num_pinned_beside(places)
 
     def run(self, places: Sequence[int]) -> BlockRun:
         """The ids and packed entries of the blocks in these places."""
@@ -116,19 +103,29 @@ class BlockStore:
     def grant(self, count: int, holders: tuple[int, ...], now: float) -> list[int]:
         """Frames of `count` new blocks, unsealed, each with the one reference in `holders`; evicts what it must."""
         while self.allocator.num_free < count:
-            self._evict(self.cached.pop())
+            evict(self, self.cached.pop(), now)
         frames = self.allocator.take(count)
         self.blocks.occupy(frames, holders, now)
         self.counters.allocated_blocks += count
         return frames
 
-    def grant_unit(self, holders: tuple[int, ...], now: float) -> int:
+    def grant_host(self, holders: tuple[int, ...], now: float) -> int:
+        """A frame of the host tier, as `grant` grants those of the device."""
+        if not self.host_allocator.num_free:
+            evict(self, self.cached.host.pop(), now)
+        (frame,) = self.host_allocator.take(1)
+        self.blocks.occupy([frame], holders, now)
+        self.counters.allocated_blocks += 1
+        return frame
+
+    def grant_unit(self, holders: tuple[int, ...], now: float, *, host: bool = False) -> int:
         """The place of a new FP8 block, as `grant` grants frames; takes a frame only where no split one has room."""
-        if not (self.units.num_holes or self.allocator.num_free or self.units.kept):
-            self._evict(self.cached.pop())
-        if (frame := self.units.fullest) is not None and self.units.is_idle(frame):
+        allocator, order = self._tier(host=host), self.cached.orders()[host]
+        if not (self.units.num_holes_of(host=host) or allocator.num_free or (self.units.kept and not host)):
+            evict(self, order.pop(), now)
+        if (frame := self.units.fullest(host=host)) is not None and self.units.is_idle(frame):
             self.cached.remove_whole(frame)
-        place = self.units.take(self.allocator)
+        place = self.units.take(allocator, host=host)
         self.blocks.occupy([place], holders, now)
         self.counters.allocated_blocks += 1
         return place
@@ -214,7 +211,7 @@ class BlockStore:
             if incumbent is None or incumbent == frame:
                 self.cached.append(frame)
                 return
-        self._vacate(frame)
+        self.vacate(frame)
         self.counters.freed_blocks += 1
 
     def seal(self, frame: int, parent: int | None, salt: bytes, *, lossy: bool = False) -> bool:
@@ -237,7 +234,7 @@ class BlockStore:
         else:
             if incumbent is not None and not blocks.holders[incumbent]:
                 self.cached.remove(incumbent)
-                self._drop(incumbent)
+                self.drop(incumbent)
             blocks.prefixes[frame] = blocks.ids[frame]
         blocks.parents[frame] = before
         blocks.digests[frame] = digest
@@ -257,37 +254,29 @@ class BlockStore:
         """Have matches find an equal block instead of a cached one, which is freed."""
         self.index.add(other)
         self.cached.remove(place)
-        self._vacate(place)
+        self.vacate(place)
         self.counters.freed_blocks += 1
 
-    def _evict(self, frame: int) -> None:
-        """Free a frame that has left the cached queue, and with it whatever is in it."""
-        if frame not in self.units:
-            self._drop(frame)
-            return
-        first, *others = list(self.units.blocks_in(frame))
-        self.units.wake(first)  # the frame has left its queue already
-        self._drop(first)
-        for place in others:
-            self.cached.remove(place)
-            self._drop(place)
-
-    def _drop(self, place: int) -> None:
+    def drop(self, place: int) -> None:
         """End a cached block that is in no queue."""
         if not self.index.remove(place):
             raise InvariantError(f"block {self.blocks.ids[place]} is evicted, but was not in the prefix index")
-        self._vacate(place)
+        self.vacate(place)
         self.counters.evicted_blocks += 1
 
-    def _vacate(self, place: int) -> None:
+    def vacate(self, place: int) -> None:
+        """A block that nobody refers to and that is in no queue and in no index is gone."""
         if place in self.cached.kept:
             self.cached.keep(place, None)
         self.blocks.vacate(place)
         if not self.units.is_unit(place):
-            self.units.put_back(place, self.allocator)
+            self.units.put_back(place, self._tier(host=place >= self.first_host))
             return
         frame = self.units.frame_of(place)
         self.units.rest(place)
-        self.units.give_back(place, self.allocator)
+        self.units.give_back(place, self._tier(host=frame >= self.first_host))
         if frame in self.units and self.units.is_idle(frame):
             self.cached.append_whole(frame)
+
+    def _tier(self, *, host: bool) -> Allocator:
+        return self.host_allocator if host else self.allocator

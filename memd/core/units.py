@@ -1,8 +1,9 @@
 """Frames that are split into units: the places of FP8 blocks.
 
-Places are numbered like frames and behind them: of a pool with F frames place F + u is unit u of the slab, so that the
-columns of Blocks have one index for either kind. A frame that is split has no block itself. It is split when a unit is
-wanted and no split frame has one left, and whole again when its last block is gone.
+Places are numbered like frames and behind them: of a pool with F frames place F + u is unit u of them, so that the
+columns of Blocks have one index for either kind. The frames of the host tier follow those of the device. A frame that
+is split has no block itself. It is split when a unit is wanted and no split frame has one left, and whole again when
+its last block is gone.
 
 Some frames are kept back for that: a block can be stored as an FP8 block also when every other frame holds something,
 and what becomes free by it fills up those kept back first.
@@ -22,13 +23,14 @@ class SplitFrames:
     With one unit a frame, or without room for the columns of units, nothing is ever split.
     """
 
-    __slots__ = ("_blocks", "_idle", "_open", "first", "kept", "num_kept", "per_frame")
+    __slots__ = ("_blocks", "_first_host", "_idle", "_open", "first", "kept", "num_kept", "per_frame")
 
-    def __init__(self, num_frames: int, per_frame: int) -> None:
-        self.first, self.per_frame = num_frames, per_frame
+    def __init__(self, num_frames: int, per_frame: int, first_host: int) -> None:
+        self.first, self.per_frame, self._first_host = num_frames, per_frame, first_host
         self._blocks: dict[int, list[int]] = {}  # by split frame: its places with blocks
         self._idle: dict[int, int] = {}  # by split frame: how many of these nobody refers to
-        self._open: list[dict[int, None]] = [{} for _ in range(per_frame)]  # split frames by their number of blocks
+        # Split frames with room, of the device and of the host, by their number of blocks.
+        self._open: tuple[list[dict[int, None]], ...] = tuple([{} for _ in range(per_frame)] for _ in range(2))
         self.kept: list[int] = []  # frames that are kept back
         self.num_kept = 0  # as many as there should be
 
@@ -59,27 +61,44 @@ class SplitFrames:
         return self._blocks[frame]
 
     @property
+    def has_host(self) -> bool:
+        """Whether there is a host tier."""
+        return self._first_host < self.first
+
+    def is_host(self, place: int) -> bool:
+        """Whether a place is in the host tier."""
+        return (place if place < self.first else self.frame_of(place)) >= self._first_host
+
+    @property
     def num_holes(self) -> int:
-        """Units of split frames that have no block."""
-        return sum(len(frames) * (self.per_frame - count) for count, frames in enumerate(self._open) if count)
+        """Units of split frames of the device that have no block."""
+        return self.num_holes_of(host=False)
+
+    def num_holes_of(self, *, host: bool) -> int:
+        """Units of split frames of a tier that have no block."""
+        return sum(len(frames) * (self.per_frame - count) for count, frames in enumerate(self._open[host]) if count)
+
+    @property
+    def num_split(self) -> int:
+        """Split frames of the device."""
+        return sum(frame < self._first_host for frame in self._blocks)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in units."""
-        return len(self._blocks) * self.per_frame - self.num_holes
+        """Blocks in units of the device."""
+        return sum(len(places) for frame, places in self._blocks.items() if frame < self._first_host)
 
-    @property
-    def fullest(self) -> int | None:
-        """The split frame with the most blocks of those that have a unit left; None if there is none."""
-        return next((next(iter(frames)) for frames in reversed(self._open[1:]) if frames), None)
+    def fullest(self, *, host: bool = False) -> int | None:
+        """The split frame of a tier with the most blocks of those that have a unit left; None if there is none."""
+        return next((next(iter(frames)) for frames in reversed(self._open[host][1:]) if frames), None)
 
     def keep(self, count: int, allocator: Allocator) -> None:
         """Keep so many free frames back from now on."""
         self.num_kept, self.kept = count, allocator.take(count)
 
     def put_back(self, frame: int, allocator: Allocator) -> None:
-        """A frame is empty: it is kept back if there are too few of these, else free."""
-        if len(self.kept) < self.num_kept:
+        """A frame is empty: if it is the device's, it is kept back if there are too few of these, else it is free."""
+        if len(self.kept) < self.num_kept and frame < self._first_host:
             self.kept.append(frame)
         else:
             allocator.give_back(frame)
@@ -91,19 +110,19 @@ class SplitFrames:
         """
         frames = -len(self.kept)
         for filled in range(self.per_frame - 1, 0, -1):
-            for frame in self._open[filled]:
+            for frame in self._open[False][filled]:
                 if count <= 0:
                     return max(frames, 0)
                 count -= self.per_frame - filled
                 frames += self.is_idle(frame)
         return max(frames - (-max(count, 0) // self.per_frame), 0)
 
-    def take(self, allocator: Allocator) -> int:
+    def take(self, allocator: Allocator, *, host: bool = False) -> int:
         """A unit for a block: in the fullest frame that has one left, else in a free one, or one that is kept back.
 
         The block counts as one that somebody refers to, so its frame must be in no queue.
         """
-        if (frame := self.fullest) is None:
+        if (frame := self.fullest(host=host)) is None:
             (frame,) = allocator.take(1) if allocator.num_free else [self.kept.pop()]
             self._blocks[frame], self._idle[frame] = [], 0
         taken = self._blocks[frame]
@@ -154,17 +173,18 @@ class SplitFrames:
             if counted != self._idle[frame] or not 0 < len(places) <= self.per_frame:
                 found = f"blocks in {places}, {counted} idle, counted {self._idle[frame]}"
                 raise InvariantError(f"frame {frame} has {found}")
-        for count, frames in enumerate(self._open):
+        for count, frames in (pair for tier in self._open for pair in enumerate(tier)):
             if any(len(self._blocks[frame]) != count for frame in frames):
                 raise InvariantError(f"frames {list(frames)} are thought to have {count} blocks")
         partly = [frame for frame, places in self._blocks.items() if len(places) < self.per_frame]
-        if sorted(partly) != sorted(frame for frames in self._open for frame in frames):
+        if sorted(partly) != sorted(frame for tier in self._open for frames in tier for frame in frames):
             raise InvariantError(f"frames {partly} have room for blocks, but others are looked into")
 
     def _recount(self, frame: int, before: int) -> None:
         """A split frame had so many blocks before."""
+        frames = self._open[frame >= self._first_host]
         if 0 < before < self.per_frame:
-            del self._open[before][frame]
+            del frames[before][frame]
         after = len(self._blocks[frame])
         if 0 < after < self.per_frame:
-            self._open[after][frame] = None
+            frames[after][frame] = None

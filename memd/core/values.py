@@ -206,7 +206,8 @@ class BlockView:
 
     `digest` is empty unless it is sealed; `idle_s` counts from the last grant, match, commit or release. `priority` and
     `pinned` say how it is kept when it is cached, for `kept_s` more. Beside those in `holders` there are so many more.
-    `errors` are what it loses, or would lose, as an FP8 block, in K and in V; 0 if it was never tried.
+    `errors` are what it loses, or would lose, as an FP8 block, in K and in V; 0 if it was never tried. `host`: it is in
+    the host tier.
     """
 
     block_id: int
@@ -225,6 +226,7 @@ class BlockView:
     kept_s: float = 0.0
     more_holders: int = 0
     errors: tuple[float, float] = (0.0, 0.0)
+    host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,10 @@ def usage(state: PoolState) -> Usage:
     kept, pinned = len(state.store.units.kept), state.store.cached.num_pinned
     held = total - free - cached - quarantined - kept
     reserve = sum(lease.num_reserved for lease in state.leases.values() if lease.state is not LeaseState.LOST)
-    split, fp8 = len(state.store.units), state.store.units.num_blocks
-    return Usage(total, free, held, cached, quarantined, pinned, reserve, split, fp8, kept)
+    split, fp8 = state.store.units.num_split, state.store.units.num_blocks
+    below = state.store.host_allocator
+    host = (below.num_frames, below.num_free, len(state.store.cached.host))
+    return Usage(total, free, held, cached, quarantined, pinned, reserve, split, fp8, kept, *host)
 
 
 def _writable_by_lost(state: PoolState) -> set[int]:
@@ -43,8 +45,9 @@ def _writable_by_lost(state: PoolState) -> set[int]:
 
 
 def _num_frames_of(store: BlockStore, quarantined: set[int]) -> int:
-    """Frames of nothing but such blocks, and ones that nobody refers to."""
+    """Frames of the device with nothing but such blocks, and ones that nobody refers to."""
     units, held = store.units, store.blocks.holders
+    quarantined = {place for place in quarantined if not units.is_host(place)}
     split = {units.frame_of(place) for place in quarantined if units.is_unit(place)}
     waiting = sum(all(place in quarantined or not held[place] for place in units.blocks_in(frame)) for frame in split)
     return waiting + sum(not units.is_unit(place) for place in quarantined)
@@ -167,6 +170,7 @@ def _block_view(
         kept_s=max(kept.until - now, 0.0) if kept else 0.0,
         more_holders=len(references) - len(holders),
         errors=blocks.errors(frame),
+        host=store.units.is_host(frame),
     )
 
 

@@ -13,7 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from memd.device.host import HostSlab
+from memd.runs import Run
 from pagekernels.cuda.identity import CudaUnavailableError, Driver, Gpu, on_wsl2, open_driver, visible_gpus
+from pagekernels.cuda.pinned import PinError, PinnedMemory
 from pagekernels.layout import LAYOUT_SWIZZLED
 from pagepool.errors import PagepoolError, invalid_field
 
@@ -124,13 +127,28 @@ class CudaSlab:
         self.memd_pid = os.getpid()
         self._thread, self._driver = thread, driver
         self._allocation: Any = None
+        self.host: HostSlab | None = None
+        self._pinned: PinnedMemory | None = None
         self.handle: bytes = thread.run(self._allocate)
 
     def __str__(self) -> str:
         return f"cuda:{self.gpu.index} {self.gpu.name} {self.gpu.uuid}"
 
-    def copy(self, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Copies runs (source, target, size in bytes), in order, on the copy engine's stream; done when it returns."""
+    def add_host(self, host: HostSlab) -> None:
+        """Takes host memory beside the GPU's, as slab 1, pinned so that copy engines and kernels reach it.
+
+        It ends with this slab. Raises INVALID_FIELD (--host-tier) if it cannot be pinned; it is the caller's then.
+        """
+        try:
+            self._pinned = self._thread.run(PinnedMemory, self._driver, host.path, host.size_bytes)
+        except PinError as error:
+            raise invalid_field(
+                "--host-tier", host.size_bytes, f"memory that can be pinned: {error}", "see there"
+            ) from error
+        self.host = host
+
+    def copy(self, runs: Sequence[Run]) -> None:
+        """Carries out copies, in order, on the copy engine's stream; done when it returns."""
         self._thread.run(self._copy, runs)
 
     def close(self) -> None:
@@ -140,7 +158,12 @@ class CudaSlab:
         """
         if self._allocation is not None:
             self._thread.run(self._free)
+        if self._pinned is not None:
+            self._thread.run(self._pinned.close)
         self._thread.close()
+        if self.host is not None:
+            self.host.close()
+        self._pinned = self.host = None
 
     def _allocate(self) -> bytes:
         api = self._driver.api
@@ -159,11 +182,14 @@ class CudaSlab:
             self._free()
             raise
 
-    def _copy(self, runs: Sequence[tuple[int, int, int]]) -> None:
-        api, base = self._driver.api, int(self._allocation)
+    def _copy(self, runs: Sequence[Run]) -> None:
+        api, bases = self._driver.api, [int(self._allocation)]
+        if self._pinned is not None:
+            bases.append(self._pinned.address)
         stream = api.Stream(1)  # does not wait for the legacy default stream
         for source, target, size in runs:
-            api.memcpy_dtod_async(base + target, base + source, size, stream)
+            # By addresses alone: the driver knows which memory each is of.
+            api.memcpy_dtod_async(bases[target.slab] + target.offset, bases[source.slab] + source.offset, size, stream)
         stream.synchronize()
 
     def _free(self) -> None:

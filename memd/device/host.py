@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from memd.runs import Run
 from pagekernels.layout import LAYOUT_LINEAR
 from pagepool.errors import PagepoolError, invalid_field
 
@@ -33,12 +34,14 @@ class HostSlab:
         self._descriptor = descriptor
 
     @classmethod
-    def create(cls, directory: Path, size_bytes: int, keep_going: Callable[[], bool]) -> HostSlab | None:
-        """Makes a slab; None if `keep_going` says no on the way. Raises INVALID_FIELD if it does not fit."""
+    def create(
+        cls, directory: Path, size_bytes: int, keep_going: Callable[[], bool], flag: str = "--pool-bytes"
+    ) -> HostSlab | None:
+        """Makes a slab; None if `keep_going` says no on the way. Raises INVALID_FIELD (`flag`) if it does not fit."""
         descriptor = _nameless_file(directory)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            if not _allocate(descriptor, directory, size_bytes, keep_going):
+            if not _allocate(descriptor, directory, (size_bytes, flag), keep_going):
                 os.close(descriptor)
                 return None
             path = directory / f"{_prefix()}{secrets.token_hex(16)}.slab"
@@ -51,10 +54,10 @@ class HostSlab:
     def __str__(self) -> str:
         return str(self.path)
 
-    def copy(self, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Copies runs (source, target, size in bytes), in order; whoever maps the file sees it at once."""
+    def copy(self, runs: Sequence[Run]) -> None:
+        """Carries out copies within this slab, in order; whoever maps the file sees it at once."""
         for source, target, size in runs:
-            _write(self._descriptor, _read(self._descriptor, source, size), target)
+            _write(self._descriptor, _read(self._descriptor, source.offset, size), target.offset)
 
     def close(self) -> None:
         """Unlinks the file; the memory goes with its last mapping."""
@@ -137,10 +140,11 @@ def _give_name(descriptor: int, path: Path) -> None:
         os.close(directory)
 
 
-def _allocate(descriptor: int, directory: Path, size_bytes: int, keep_going: Callable[[], bool]) -> bool:
-    free = _free_bytes(directory)
+def _allocate(descriptor: int, directory: Path, wanted: tuple[int, str], keep_going: Callable[[], bool]) -> bool:
+    """Takes the bytes that a flag asks for."""
+    free, (size_bytes, flag) = _free_bytes(directory), wanted
     if size_bytes > free:
-        raise _does_not_fit(directory, size_bytes, free)
+        raise _does_not_fit(directory, flag, size_bytes, free)
     try:
         for offset in range(0, size_bytes, _CHUNK):
             if not keep_going():
@@ -151,7 +155,7 @@ def _allocate(descriptor: int, directory: Path, size_bytes: int, keep_going: Cal
             raise
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
-        raise _does_not_fit(directory, size_bytes, _free_bytes(directory)) from error
+        raise _does_not_fit(directory, flag, size_bytes, _free_bytes(directory)) from error
     return True
 
 
@@ -163,7 +167,7 @@ def _free_bytes(directory: Path) -> int:
     return info.f_bavail * info.f_frsize
 
 
-def _does_not_fit(directory: Path, size_bytes: int, free: int) -> PagepoolError:
+def _does_not_fit(directory: Path, flag: str, size_bytes: int, free: int) -> PagepoolError:
     limit = f"at most the {free} bytes that are free in {directory}"
     remedy = "lower it, make that file system larger, or choose another one with --slab-dir"
-    return invalid_field("--pool-bytes", size_bytes, limit, remedy)
+    return invalid_field(flag, size_bytes, limit, remedy)

@@ -250,7 +250,8 @@ class CudaDevice:
 class PoolInfo:
     """What a worker learns when it attaches.
 
-    The slab is the file slab_paths[0], or, if the pool lies on cuda_device, the allocation behind cuda_handle.
+    The slab is the file slab_paths[0], or, if the pool lies on cuda_device, the allocation behind cuda_handle; then
+    host_slab, a file and its bytes, is slab 1, if there is a host tier.
     """
 
     epoch: int
@@ -262,3 +263,4 @@ class PoolInfo:
     slab_bytes: int = 0
     cuda_device: CudaDevice | None = None
     cuda_handle: bytes = field(default=b"", repr=False)
+    host_slab: tuple[str, int] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
+from memd.core.extent import HostMemory, Tiers
 from memd.core.fp8 import Fp8
 from memd.core.geometry import Geometry
 from memd.core.pool import Pool
@@ -77,9 +78,10 @@ class Worker:
         return recode
 
 
-def make(num_blocks: int = 12, fp8: Fp8 = Fp8(kept_share=0)) -> tuple[Pool, int]:  # noqa: B008 (frozen)
-    """A pool with FP8 blocks, and a client's lease."""
-    pool = Pool(7, B, 1 << 30, num_blocks, fp8=fp8)
+def make(num_blocks: int = 12, fp8: Fp8 | None = Fp8(kept_share=0), num_host: int = 0) -> tuple[Pool, int]:  # noqa: B008 (frozen)
+    """A pool with FP8 blocks and a host tier of so many, and a client's lease."""
+    host = HostMemory(num_host * GEOMETRY.layout(B).block_bytes) if num_host else None
+    pool = Pool(7, B, 1 << 30, num_blocks, tiers=Tiers(fp8, host))
     pool.declare(GEOMETRY)
     return pool, pool.create_lease("me", 1000.0, 0.0).lease_id
 
@@ -100,6 +102,17 @@ def compress(
         (worker,) = (one for one in workers if one.lease == recode.lease_id)
         assert worker.answer(now, errors=errors) is recode
     return [*there, *(outcome for recode in recodes for outcome in recode.outcomes)]
+
+
+def move_all(pool: Pool, now: float, *, failed: bool = False) -> int:
+    """memd copies all that is to be moved between the tiers; how many blocks."""
+    count = len(pool.tiering.take_hurried())
+    while taken := pool.tiering.take_copies():
+        for move, copies in taken:
+            count += len(copies)
+            pool.tiering.done(move, now, failed=failed)
+            pool.check()
+    return count
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

@@ -7,7 +7,7 @@ kernels themselves compute, and when, only tests/gpu can say.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -86,9 +86,11 @@ def host(array: DeviceArray) -> npt.NDArray[Any]:
 class HostOps:
     """pagekernels.cuda.ops.CudaOps by the CPU's kernels."""
 
-    def __init__(self, _device: Any, address: int, layout: PagedLayout, _layers: Any, tuning: Tuning) -> None:
+    def __init__(
+        self, _device: Any, addresses: Sequence[int], layout: PagedLayout, _layers: Any, tuning: Tuning
+    ) -> None:
         size = layout.block_bytes * HostGraphs.num_blocks
-        self._ops = CpuOps(np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8), layout)
+        self._ops = CpuOps(np.frombuffer((ctypes.c_uint8 * size).from_address(addresses[0]), np.uint8), layout)
         self.tuning, self.is_loaded = tuning, False
 
     def plan(self, batch: DeviceBatch) -> None:
@@ -211,7 +213,7 @@ def host_runner(
     patch.setattr(HostGraphs, "num_blocks", num_blocks)
     layout = served.layout(block_size)
     slab = np.full(layout.block_bytes * num_blocks, 0xFF, np.uint8)
-    pool = DevicePool(int(slab.ctypes.data), layout, fp8)
+    pool = DevicePool((int(slab.ctypes.data),), layout, fp8)
     device: Any = HostDevice()
     runner = CudaRunner(served, compiled(served, compile_=False), device, pool, limits)
     try:

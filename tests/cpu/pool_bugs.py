@@ -7,8 +7,9 @@ from collections.abc import Container, Iterable, Sequence
 import pytest
 
 from memd.core.block import Blocks
-from memd.core.cached import Retention
 from memd.core.draft import Draft
+from memd.core.evicting import evict
+from memd.core.eviction import Retention
 from memd.core.kept import KeptBlock, PinTree
 from memd.core.lease import Lease
 from memd.core.operations import Fork, Truncate
@@ -52,7 +53,7 @@ def frees_a_unit_twice(patch: pytest.MonkeyPatch) -> None:
         self.allocator.give_back(frame)
         self.allocator.give_back(frame)
 
-    patch.setattr(BlockStore, "_vacate", vacate)
+    patch.setattr(BlockStore, "vacate", vacate)
 
 
 def leaks_a_share(patch: pytest.MonkeyPatch) -> None:
@@ -84,7 +85,7 @@ def evicts_the_newest(patch: pytest.MonkeyPatch) -> None:
         for _ in range(count - self.allocator.num_free):
             newest = list(self.cached)[-1]
             self.cached.remove(newest)
-            self._evict(newest)
+            evict(self, newest, now)
         return original(self, count, holders, now)
 
     original = BlockStore.grant

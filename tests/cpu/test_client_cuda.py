@@ -49,12 +49,12 @@ def driver(machine: Machine) -> Iterator[Driver]:
 
 
 def mapping(driver: Driver, *, uuid: str = FIRST, pid: int = 0, handle: bytes = HANDLE) -> CudaMapping:
-    return CudaMapping(handle, 4096, CudaDevice(uuid, pid), driver)
+    return CudaMapping(handle, 4096, CudaDevice(uuid, pid), driver=driver)
 
 
 def refusal(driver: Driver | None, uuid: str = FIRST, pid: int = 0) -> str:
     with pytest.raises(PagepoolError) as caught:
-        CudaMapping(HANDLE, 4096, CudaDevice(uuid, pid), driver)
+        CudaMapping(HANDLE, 4096, CudaDevice(uuid, pid), driver=driver)
     assert caught.value.reason is Reason.DEVICE_MISMATCH
     return caught.value.message
 

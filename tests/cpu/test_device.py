@@ -24,6 +24,7 @@ from memd.config import MemdConfig
 from memd.device import host
 from memd.device.host import HostSlab, default_pool_bytes, remove_stale_slabs
 from memd.device.locks import LeaseLocks
+from memd.runs import Place, Run
 from pagepool.errors import PagepoolError, Reason
 from pagepool.lifecycle import run, sd_notify
 from pagepool.listen import SocketClaim, private_directory
@@ -34,6 +35,10 @@ def shm() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="pp-", dir="/dev/shm"))
     yield path
     shutil.rmtree(path, ignore_errors=True)
+
+
+def one(source: int, target: int, size: int) -> Run:
+    return Run(Place(0, source), Place(0, target), size)
 
 
 def make_slab(directory: Path, size: int = 1 << 20) -> HostSlab:
@@ -63,7 +68,7 @@ class TestSlab:
         slab = make_slab(shm)
         with slab.path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as view:
             view[:8] = b"abcdefgh"
-            slab.copy([(0, 4096, 4), (2, (1 << 20) - 6, 6), (4096, 8192, 2)])
+            slab.copy([one(0, 4096, 4), one(2, (1 << 20) - 6, 6), one(4096, 8192, 2)])
             assert (view[4096:4101], view[8192:8195], view[-6:]) == (b"abcd\0", b"ab\0", b"cdefgh")
         slab.close()
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from memd.core.extent import Tiers
 from memd.core.fp8 import Fp8, Policy
 from memd.core.pool import Pool
 from pagekernels.layout import Format
@@ -283,7 +284,7 @@ def test_idle_tables_are_measured_by_the_places_that_they_take() -> None:
 
 def small_pool(num_blocks: int, fp8: Fp8 | None) -> tuple[Pool, int, Worker]:
     """A pool of memd's core, a client's lease, and a worker that takes Recodes."""
-    pool = Pool(7, B, 1 << 30, num_blocks, fp8=fp8)
+    pool = Pool(7, B, 1 << 30, num_blocks, tiers=Tiers(fp8))
     pool.declare(GEOMETRY)
     pool.tick(0.0)
     return pool, pool.create_lease("me", 1000.0, 0.0).lease_id, Worker(pool, "one")

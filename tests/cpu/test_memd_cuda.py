@@ -19,7 +19,7 @@ from memd.device import cuda
 from memd.device.cuda import GRANULE, CudaSlab, Memory, pool_bytes
 from memd.device.locks import LeaseLocks
 from memd.device.note import FormerPool, PoolNote
-from memd.slabs import PoolMemory, device_message, slab_message
+from memd.slabs import PoolMemory, device_message, slab_messages
 from pagekernels.cuda.identity import CudaUnavailableError, Driver, on_wsl2
 from pagekernels.layout import Format, pack_entry
 from pagepool.errors import PagepoolError, Reason
@@ -124,7 +124,7 @@ class TestSlab:
     async def test_workers_are_told_handle_gpu_and_pid(self, machine: Machine, locks: LeaseLocks) -> None:
         pool = memory(machine, locks, device="cuda:1", pool_bytes=GIB)
         slab = await opened(pool)
-        told = slab_message(slab)
+        (told,) = slab_messages(slab)
         assert told.size_bytes == GIB
         assert (told.cuda_ipc.handle, told.cuda_ipc.memd_pid) == (b"\1" * 64, os.getpid())
         assert told.cuda_ipc.device_uuid == "GPU-02020202-0202-0202-0202-020202020202"
@@ -174,7 +174,7 @@ class TestChoice:
         pool = PoolMemory(MemdConfig(slab_dir=tmp_path, pool_bytes=4096), locks, none)
         slab = await pool.open(asyncio.Event())
         assert slab is not None
-        assert (slab.layout_version, slab_message(slab).shared_memory.path) == (1, str(slab))
+        assert (slab.layout_version, slab_messages(slab)[0].shared_memory.path) == (1, str(slab))
         assert device_message(slab) is None
         pool.close()
 

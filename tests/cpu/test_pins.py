@@ -9,11 +9,13 @@ import pytest
 
 from memd.core import pins
 from memd.core.allocator import Links
-from memd.core.cached import CachedFrames, Retention
+from memd.core.cached import CachedFrames
 from memd.core.errors import InvariantError
+from memd.core.eviction import Retention
 from memd.core.geometry import Geometry
 from memd.core.kept import PinTree
 from memd.core.pool import Pool
+from memd.core.units import SplitFrames
 from memd.core.values import Commit, PinRequest, Step, TableRequest, UnpinnedPrefix
 from pagekernels.layout import Format, LayerShape
 from pagepool.errors import PagepoolError, Reason
@@ -261,12 +263,12 @@ def empty_by_removal(frames: CachedFrames, count: int) -> None:
 @pytest.mark.parametrize("empty", [empty_by_pop, empty_by_removal])
 def test_a_priority_that_no_block_has_leaves_nothing_behind(empty: Callable[[CachedFrames, int], None]) -> None:
     links = Links(201)
-    frames = CachedFrames(links)
+    frames = CachedFrames(links, SplitFrames(201, 2, 201), 201)
     sizes = set()
     for shift in range(5):
         fill(frames, range(-100 + shift, 101))
-        assert len(frames.queues()) == 202 - shift, "one for each priority, and one for the pinned"
+        assert len(frames.orders()[0].queues()) == 202 - shift, "one for each priority, and one for the pinned"
         empty(frames, 201 - shift)
-        assert [(priority, list(queue)) for priority, queue in frames.queues()] == [(0, []), (None, [])]
+        assert [(priority, list(queue)) for priority, queue in frames.orders()[0].queues()] == [(0, []), (None, [])]
         sizes.add(len(links.after))
     assert len(sizes) == 1

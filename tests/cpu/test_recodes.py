@@ -13,7 +13,7 @@ from memd.core.recodes import Recoded
 from memd.core.values import BlockState, Commit, Step, TableRequest
 from pagekernels.layout import Format, unpack_entry
 from pagepool.errors import PagepoolError, Reason
-from tests.cpu.compression_rig import BAD, GOOD, B, Worker, compress, make, tokens
+from tests.cpu.compression_rig import BAD, GOOD, B, Worker, compress, make, move_all, tokens
 
 
 def reason_of(pool: Pool, lease: int, block_ids: list[int]) -> Reason:
@@ -261,7 +261,7 @@ class Hunt:
             self.random.randrange(3),
         )
         fp8 = Fp8(policy, idle_s=0.2, keep_recent=recent, watermark=0.5, step_bytes=2000, kept_share=kept)
-        self.pool, self.lease = make(self.random.choice([8, 20]), fp8)
+        self.pool, self.lease = make(self.random.choice([8, 20]), fp8, self.random.choice([0, 4, 12]))
         self.pool.remaps.ack_timeout_s = 1e6
         self.workers = [Worker(self.pool, name) for name in ("one", "two")]
         self.tables: dict[int, Worker] = {}
@@ -270,10 +270,12 @@ class Hunt:
     def run(self, turns: int) -> None:
         actions = [self.serve, self.serve, self.recode, self.recode, self.recode, self.answer, self.answer]
         actions += [self.acknowledge, self.release, self.fork, self.truncate, self.copy, self.reclaim, self.lose]
+        actions += [self.move]
         for _ in range(turns):
             self.now += 0.01
             worker = self.random.choice(self.workers)
             self.pool.tick(self.now)
+            self.pool.tiering.take_hurried()
             try:
                 self.random.choice(actions)(worker)
             except PagepoolError as error:
@@ -308,6 +310,11 @@ class Hunt:
 
     def acknowledge(self, worker: Worker) -> None:
         worker.acknowledge(self.now)
+
+    def move(self, _: Worker) -> None:
+        for move, _copies in self.pool.tiering.take_copies():
+            self.pool.tiering.done(move, self.now, failed=self.random.random() < 0.1)
+            self.pool.check()
 
     def some_table(self) -> int | None:
         return self.random.choice(list(self.tables)) if self.tables else None
@@ -368,6 +375,7 @@ class Hunt:
             self.pool.detach(worker.lease, self.now)
             self.pool.check()
         self.pool.release_lease(self.lease, self.now)
+        move_all(self.pool, self.now)
         self.pool.check()
 
 

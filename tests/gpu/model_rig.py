@@ -72,7 +72,7 @@ class CudaRig:
         )
         torch.cuda.synchronize()
         self.forward = self.forward or compiled(self.served, compile_=self.compile_)
-        pool = DevicePool(slab.data_ptr(), layout)
+        pool = DevicePool((slab.data_ptr(),), layout)
         runner = CudaRunner(self.served, self.forward, self.device, pool, self.limits)
         try:
             runner.capture(lambda _line: None)

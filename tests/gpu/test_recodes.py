@@ -77,7 +77,7 @@ def opened(device: CudaDevice, served: ServedModel) -> Iterator[Bench]:
     slab = torch.full((layout.block_bytes * NUM_BLOCKS,), 0xFF, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     limits = RunnerLimits(128, 8, 256, NUM_BLOCKS)
-    pool = DevicePool(slab.data_ptr(), layout, fp8=True)
+    pool = DevicePool((slab.data_ptr(),), layout, fp8=True)
     runner = CudaRunner(served, compiled(served, compile_=False), device, pool, limits)
     try:
         runner.capture(lambda _line: None)

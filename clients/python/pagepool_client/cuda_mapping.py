@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 from typing import Any
 
 from pagekernels.cuda.identity import CudaUnavailableError, Driver, Gpu, current_gpu, on_wsl2, open_driver
+from pagekernels.cuda.pinned import PinError, PinnedMemory
 from pagepool.errors import PagepoolError, Reason
 from pagepool.pool_values import CudaDevice
 
@@ -14,12 +16,21 @@ from pagepool.pool_values import CudaDevice
 class CudaMapping:
     """memd's allocation, mapped by its CUDA IPC handle: `size_bytes` at `address` on the GPU `device_uuid`.
 
+    With a `host_slab`, a file and its bytes, that is pinned beside it; `addresses` are those of all slabs by number.
+
     PyCUDA must have a context on that GPU current on the calling thread; `close` belongs to the same thread. Raises
     PagepoolError: DEVICE_MISMATCH if this process can never map the pool, saying why and the way out; POOL_LOST if CUDA
     refuses the handle, as it does when memd has gone.
     """
 
-    def __init__(self, handle: bytes, size_bytes: int, device: CudaDevice, driver: Driver | None = None) -> None:
+    def __init__(
+        self,
+        handle: bytes,
+        size_bytes: int,
+        device: CudaDevice,
+        host_slab: tuple[str, int] | None = None,
+        driver: Driver | None = None,
+    ) -> None:
         require_other_pid(device)
         driver = driver or _driver(device)
         _require_device(current_gpu(driver), device)
@@ -35,6 +46,14 @@ class CudaMapping:
             )
             raise PagepoolError(Reason.POOL_LOST, message, device_uuid=device.uuid, error=error) from error
         self.address = int(self._handle)
+        self.addresses: tuple[int, ...] = (self.address,)
+        try:
+            self._pinned = _pinned(driver, host_slab) if host_slab is not None else None
+        except BaseException:
+            self._handle.close()
+            raise
+        if self._pinned is not None:
+            self.addresses += (self._pinned.address,)
 
     def close(self) -> None:
         """Wait for this process's work on the GPU, then give the mapping up: kernels must not lose it under them.
@@ -46,8 +65,21 @@ class CudaMapping:
         if threading.get_ident() != self._thread:
             raise RuntimeError("a CUDA mapping must be closed on the thread that made it, or it leaks")
         self._api.Context.synchronize()
+        if self._pinned is not None:
+            self._pinned.close()
         self._handle.close()
-        self._handle, self.address = None, 0
+        self._handle, self._pinned, self.address, self.addresses = None, None, 0, ()
+
+
+def _pinned(driver: Driver, host_slab: tuple[str, int]) -> PinnedMemory:
+    path, size_bytes = host_slab
+    try:
+        return PinnedMemory(driver, Path(path), size_bytes)
+    except OSError as error:
+        message = f"memd's host memory {path} cannot be mapped ({error}); attach again when memd is back"
+        raise PagepoolError(Reason.POOL_LOST, message, path=path, error=error) from error
+    except PinError as error:
+        raise PagepoolError(Reason.DEVICE_MISMATCH, f"this worker cannot use memd's --host-tier: {error}") from error
 
 
 def require_other_pid(device: CudaDevice) -> None:

@@ -56,7 +56,7 @@ class PoolSession:
         info = self._line.info
         try:
             if info.cuda_device is not None:
-                return CudaMapping(info.cuda_handle, info.slab_bytes, info.cuda_device)
+                return CudaMapping(info.cuda_handle, info.slab_bytes, info.cuda_device, info.host_slab)
             (path,) = info.slab_paths
             return SlabMapping(path, info.slab_bytes)
         except BaseException:

@@ -152,14 +152,16 @@ def remap_event(message: RemapMessage) -> Remap:
 def pool_info(welcome: Welcome) -> PoolInfo:
     """The pool that a Welcome describes."""
     cuda = next((slab.cuda_ipc for slab in welcome.slabs if slab.HasField("cuda_ipc")), None)
+    files = [(slab.shared_memory.path, slab.size_bytes) for slab in welcome.slabs if slab.HasField("shared_memory")]
     return PoolInfo(
         epoch=welcome.epoch,
         lease_id=welcome.lease_id,
         block_size=welcome.block_size,
         num_blocks=welcome.num_blocks,
         unit_bytes=welcome.unit_bytes,
-        slab_paths=tuple(slab.shared_memory.path for slab in welcome.slabs if slab.HasField("shared_memory")),
-        slab_bytes=sum(slab.size_bytes for slab in welcome.slabs),
+        slab_paths=tuple(path for path, _ in files) if cuda is None else (),
+        slab_bytes=welcome.slabs[0].size_bytes if welcome.slabs else 0,
+        host_slab=files[0] if cuda is not None and files else None,
         cuda_device=None if cuda is None else CudaDevice(cuda.device_uuid, cuda.memd_pid),
         cuda_handle=b"" if cuda is None else cuda.handle,
     )

@@ -82,14 +82,14 @@ class CpuOps:
         self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]
     ) -> npt.NDArray[np.float32]:
         """See PagedOps."""
-        checks.check_compress(self.layout, self._num_units, sources, targets)
+        checks.check_compress(self.layout, checks.Room(self._num_units), sources, targets)
         errors = np.empty((len(sources), 2), np.float32)
         compress.compress_blocks(self._words, self._halves, sources, targets, self._layers, errors)
         return errors
 
     def decompress_blocks(self, sources: npt.NDArray[np.uint32], targets: npt.NDArray[np.uint32]) -> None:
         """See PagedOps."""
-        checks.check_decompress(self.layout, self._num_units, sources, targets)
+        checks.check_decompress(self.layout, checks.Room(self._num_units), sources, targets)
         compress.decompress_blocks(self._words, self._halves, sources, targets, self._layers)
 
     def gather(self, layer: int, table: npt.NDArray[np.uint32], length: int, k: Array, v: Array) -> None:

@@ -30,11 +30,11 @@ class Compression:
 
     def __init__(self, device: CudaDevice, slabs: Sequence[int], layout: PagedLayout) -> None:
         self._device, self._layout = device, layout
-        self._packed = pack_slabs(slabs)
+        self._packed, self._room = pack_slabs(slabs), checks.Room(MAX_UNITS, len(slabs))
 
     def compress(self, sources: Entries, targets: Entries, errors: DeviceTensor) -> None:
         """See CudaOps.compress_blocks."""
-        checks.check_compress(self._layout, MAX_UNITS, sources, targets)
+        checks.check_compress(self._layout, self._room, sources, targets)
         check_tensor("errors", errors, "[N, 2]", (len(sources), 2), (4,))
         if len(sources):
             driver, address = self._device.api, errors.data_ptr()
@@ -43,7 +43,7 @@ class Compression:
 
     def decompress(self, sources: Entries, targets: Entries) -> None:
         """See CudaOps.decompress_blocks."""
-        checks.check_decompress(self._layout, MAX_UNITS, sources, targets)
+        checks.check_decompress(self._layout, self._room, sources, targets)
         self._launch("decompress_blocks", sources, targets, 0)
 
     def load(self) -> None:

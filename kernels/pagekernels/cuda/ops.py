@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pagekernels import checks
 from pagekernels.cuda.arrays import DeviceTensor, check_tensor
@@ -19,7 +19,7 @@ from pagekernels.ops import AttentionParams
 
 
 class CudaOps:
-    """Operations on one pool: the slab at `slab_address`, of `layout`, whose version must be LAYOUT_SWIZZLED.
+    """Operations on one pool: the slab at this address, or the slabs by number, of `layout`, which is LAYOUT_SWIZZLED.
 
     `layers` says, by index into layout.layers, how the model attends to them: those that the tuned kernel can take are
     served by it, all others and all other parameters by the generic one. Every method only launches on the device's
@@ -31,7 +31,7 @@ class CudaOps:
     def __init__(
         self,
         device: CudaDevice,
-        slab_address: int,
+        slabs: int | Sequence[int],
         layout: PagedLayout,
         layers: Mapping[int, DecodeLayer] | None = None,
         tuning: Tuning | None = None,
@@ -42,7 +42,8 @@ class CudaOps:
                 "attach to a memd on a GPU, or run on the CPU"
             )
         self.device, self.layout = device, layout
-        self._slabs, self._layers, self._tuning = (slab_address,), dict(layers or {}), tuning
+        self._slabs = (slabs,) if isinstance(slabs, int) else tuple(slabs)
+        self._layers, self._tuning = dict(layers or {}), tuning
         self._moves = BlockMoves(device, self._slabs, layout)
         self._compression = Compression(device, self._slabs, layout)
         self._generic = GenericAttention(device, self._slabs, layout)

@@ -9,6 +9,7 @@ from itertools import groupby
 from pagepool.memd.v1.types_pb2 import (
     BLOCK_STATE_CACHED,
     BLOCK_STATE_QUARANTINED,
+    TIER_HOST,
     Block,
     BlockTable,
     Pool,
@@ -79,6 +80,8 @@ def _cells(snapshot: Snapshot) -> list[str]:
     """A glyph for each place; a split one has the glyph of what matters most in it."""
     units, cells = units_per_block(snapshot.pool), [FREE] * snapshot.pool.usage.total_blocks
     for block in snapshot.blocks:
+        if block.tier == TIER_HOST:
+            continue
         drawn, place = glyph(block), place_of(block.entry, units)
         # The pool may have changed between two of the calls that made the snapshot.
         if place < len(cells) and PRECEDENCE.get(drawn, 2) >= PRECEDENCE.get(cells[place], 2):

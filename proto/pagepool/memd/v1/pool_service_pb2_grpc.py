@@ -341,7 +341,18 @@ class PoolServiceServicer:
 
     def DecompressBlocks(self, request, context):
         """Stores FP8 blocks in the pool's native format again. They do not become exact. Other blocks are no error. Everything
-        else is as for CompressBlocks, errors too.
+        else is as for CompressBlocks.
+        NOT_FOUND / LEASE_NOT_FOUND: create a lease first.
+        NOT_FOUND / BLOCK_NOT_FOUND: freed or evicted already, or never existed; nothing was decompressed.
+        FAILED_PRECONDITION / LEASE_IS_WORKERS: the lease of a worker cannot be used for this.
+        FAILED_PRECONDITION / COMPRESSION_OFF: memd was started with --fp8 off.
+        FAILED_PRECONDITION / NO_WORKER: no worker that computes is attached, or it has gone meanwhile; call again.
+        FAILED_PRECONDITION / BLOCK_NOT_SEALED: it may still be written.
+        FAILED_PRECONDITION / BLOCK_MOVING: it is just being stored elsewhere, or has been, and is still read; call again.
+        FAILED_PRECONDITION / BLOCK_FIXED: a worker uses it that takes no Remaps.
+        RESOURCE_EXHAUSTED / POOL_EXHAUSTED: no room to store them to; nothing was decompressed; retry after RetryInfo.
+        INVALID_ARGUMENT / INVALID_FIELD: no block, more than 32 MiB of blocks (one is always possible), or more than 65,536
+        ids; decompress the rest in further calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -90,7 +90,7 @@ class Geometry(_message.Message):
     def __init__(self, layers: _Optional[_Iterable[_Union[LayerGeometry, _Mapping]]] = ..., format: _Optional[_Union[Format, str]] = ..., key_means: _Optional[bool] = ..., layout_version: _Optional[int] = ..., model_digest: _Optional[bytes] = ..., model_name: _Optional[str] = ...) -> None: ...
 
 class PoolUsage(_message.Message):
-    __slots__ = ("total_blocks", "free_blocks", "held_blocks", "cached_blocks", "quarantined_blocks", "pinned_blocks", "reserve_blocks", "split_blocks", "fp8_blocks", "kept_blocks")
+    __slots__ = ("total_blocks", "free_blocks", "held_blocks", "cached_blocks", "quarantined_blocks", "pinned_blocks", "reserve_blocks", "split_blocks", "fp8_blocks", "kept_blocks", "host_blocks", "host_free_blocks", "host_cached_blocks")
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +101,9 @@ class PoolUsage(_message.Message):
     SPLIT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FP8_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     KEPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     total_blocks: int
     free_blocks: int
     held_blocks: int
@@ -111,10 +114,13 @@ class PoolUsage(_message.Message):
     split_blocks: int
     fp8_blocks: int
     kept_blocks: int
-    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., reserve_blocks: _Optional[int] = ..., split_blocks: _Optional[int] = ..., fp8_blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ...) -> None: ...
+    host_blocks: int
+    host_free_blocks: int
+    host_cached_blocks: int
+    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., quarantined_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., reserve_blocks: _Optional[int] = ..., split_blocks: _Optional[int] = ..., fp8_blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., host_free_blocks: _Optional[int] = ..., host_cached_blocks: _Optional[int] = ...) -> None: ...
 
 class PoolCounters(_message.Message):
-    __slots__ = ("allocated_blocks", "freed_blocks", "evicted_blocks", "prefix_query_tokens", "prefix_hit_tokens", "refused_requests", "attach_steps", "lost_leases", "merged_blocks", "remaps", "prefix_pending_requests", "compressed_blocks", "decompressed_blocks", "blocks_over_error")
+    __slots__ = ("allocated_blocks", "freed_blocks", "evicted_blocks", "prefix_query_tokens", "prefix_hit_tokens", "refused_requests", "attach_steps", "lost_leases", "merged_blocks", "remaps", "prefix_pending_requests", "compressed_blocks", "decompressed_blocks", "blocks_over_error", "demoted_blocks", "promoted_blocks", "host_hit_tokens")
     ALLOCATED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FREED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +135,9 @@ class PoolCounters(_message.Message):
     COMPRESSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DECOMPRESSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_OVER_ERROR_FIELD_NUMBER: _ClassVar[int]
+    DEMOTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PROMOTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     allocated_blocks: int
     freed_blocks: int
     evicted_blocks: int
@@ -143,7 +152,10 @@ class PoolCounters(_message.Message):
     compressed_blocks: int
     decompressed_blocks: int
     blocks_over_error: int
-    def __init__(self, allocated_blocks: _Optional[int] = ..., freed_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., refused_requests: _Optional[int] = ..., attach_steps: _Optional[int] = ..., lost_leases: _Optional[int] = ..., merged_blocks: _Optional[int] = ..., remaps: _Optional[int] = ..., prefix_pending_requests: _Optional[int] = ..., compressed_blocks: _Optional[int] = ..., decompressed_blocks: _Optional[int] = ..., blocks_over_error: _Optional[int] = ...) -> None: ...
+    demoted_blocks: int
+    promoted_blocks: int
+    host_hit_tokens: int
+    def __init__(self, allocated_blocks: _Optional[int] = ..., freed_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., refused_requests: _Optional[int] = ..., attach_steps: _Optional[int] = ..., lost_leases: _Optional[int] = ..., merged_blocks: _Optional[int] = ..., remaps: _Optional[int] = ..., prefix_pending_requests: _Optional[int] = ..., compressed_blocks: _Optional[int] = ..., decompressed_blocks: _Optional[int] = ..., blocks_over_error: _Optional[int] = ..., demoted_blocks: _Optional[int] = ..., promoted_blocks: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ...) -> None: ...
 
 class CudaDevice(_message.Message):
     __slots__ = ("uuid", "name", "memd_pid")

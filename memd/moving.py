@@ -1,0 +1,57 @@
+"""Bytes on their way between the tiers: copied off the event loop, one move after the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from memd.copying import Copier
+from memd.core.errors import InvariantError
+from memd.core.pool import Pool
+from memd.core.recodes import Recode
+from memd.core.values import BlockCopy
+
+_log = structlog.get_logger("memd.moving")
+
+
+class Mover:
+    """Carries out what the pool's tiering begins. Everything here but the copying runs on the event loop.
+
+    `tell` is called when something has moved. A copy that fails leaves the blocks where they were, and is logged.
+    """
+
+    def __init__(self, pool: Pool, copier: Copier, clock: Callable[[], float], tell: Callable[[], None]) -> None:
+        self._pool = pool
+        self._copier = copier
+        self._clock = clock
+        self._tell = tell
+        self._moving: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    def begin(self) -> None:
+        """Copy what is in a hurry, and start with the rest."""
+        self._copier(self._pool.tiering.take_hurried(), self._pool.unit_bytes)
+        if self._is_closed:
+            return
+        for move, copies in self._pool.tiering.take_copies():
+            task = asyncio.get_running_loop().create_task(self._move(move, copies))
+            self._moving.add(task)
+            task.add_done_callback(self._moving.discard)
+
+    async def close(self) -> None:
+        """Wait for what is being copied: the memory must not go away under it."""
+        self._is_closed = True
+        if self._moving:
+            await asyncio.wait(self._moving)
+
+    async def _move(self, move: Recode, copies: Sequence[BlockCopy]) -> None:
+        failed = False
+        try:
+            await asyncio.to_thread(self._copier, copies, self._pool.unit_bytes)
+        except InvariantError:
+            _log.exception("blocks were not moved between the tiers, and stay where they are", blocks=len(copies))
+            failed = True
+        self._pool.tiering.done(move, self._clock(), failed=failed)
+        self._tell()
