@@ -7,7 +7,7 @@ PROTOS := $(shell find proto/pagepool -name '*.proto')
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full kernels sanitize test-gpu check fmt lint types layers proto proto-check bench-cpu bench-static bench-fp8 bench-speculate bench-tune bench-gpu bench-engine bench-memd bench-kernels clean
+.PHONY: help setup demo test test-full kernels sanitize test-gpu check fmt lint types layers proto proto-check bench-cpu bench-static bench-fp8 bench-speculate bench-tune bench-gpu bench-moving bench-engine bench-memd bench-kernels clean
 
 help: ## List the targets
 	@awk -F':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -101,6 +101,9 @@ bench-speculate: $(VENV)/.dev $(VENV)/.kernels ## Compare decoding with guesses 
 
 bench-gpu: $(VENV)/.dev ## Measure two workers on one pool of a GPU, beside vLLM if this Python has it
 	@$(BIN)/python clients/bench/gpu.py
+
+bench-moving: $(VENV)/.dev ## Measure what compressing blocks and moving them between tiers costs a worker (needs a GPU)
+	@cd clients/bench && $(abspath $(BIN))/python gpu_moving.py
 
 bench-engine: $(VENV)/.dev ## Measure what inferd's engine costs a step, without a model
 	@$(BIN)/python clients/bench/engine.py

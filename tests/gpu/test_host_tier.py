@@ -11,9 +11,10 @@ from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.memd.v1 import types_pb2
 from pagepool_client import PoolClient
 from tests.e2e.workers import Worker, greedy, household, within
-from tests.gpu.test_engine_cuda import FLAGS, make_model
 
 pytest.importorskip("pycuda.driver", exc_type=ImportError)
+
+from tests.gpu.test_engine_cuda import FLAGS, make_model
 
 B, BLOCKS, PROMPTS = 16, 64, 8
 LENGTH = 20 * B + 5
