@@ -140,7 +140,7 @@ class CudaSlab:
         It ends with this slab. Raises INVALID_FIELD (--host-tier) if it cannot be pinned; it is the caller's then.
         """
         try:
-            self._pinned = self._thread.run(PinnedMemory, self._driver, host.path, host.size_bytes)
+            self._pinned = self._thread.run(PinnedMemory, host.path, host.size_bytes)
         except PinError as error:
             raise invalid_field(
                 "--host-tier", host.size_bytes, f"memory that can be pinned: {error}", "see there"

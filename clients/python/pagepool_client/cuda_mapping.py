@@ -48,7 +48,7 @@ class CudaMapping:
         self.address = int(self._handle)
         self.addresses: tuple[int, ...] = (self.address,)
         try:
-            self._pinned = _pinned(driver, host_slab) if host_slab is not None else None
+            self._pinned = _pinned(host_slab) if host_slab is not None else None
         except BaseException:
             self._handle.close()
             raise
@@ -71,10 +71,10 @@ class CudaMapping:
         self._handle, self._pinned, self.address, self.addresses = None, None, 0, ()
 
 
-def _pinned(driver: Driver, host_slab: tuple[str, int]) -> PinnedMemory:
+def _pinned(host_slab: tuple[str, int]) -> PinnedMemory:
     path, size_bytes = host_slab
     try:
-        return PinnedMemory(driver, Path(path), size_bytes)
+        return PinnedMemory(Path(path), size_bytes)
     except OSError as error:
         message = f"memd's host memory {path} cannot be mapped ({error}); attach again when memd is back"
         raise PagepoolError(Reason.POOL_LOST, message, path=path, error=error) from error
