@@ -44,6 +44,11 @@ class Bench:
     filler: Sequence[Sequence[int]]
 
 
+def is_native(block: types_pb2.Block) -> bool:
+    """Whether it is a full 16-bit block of the device."""
+    return block.sealed and block.tier == types_pb2.TIER_DEVICE and block.format != types_pb2.FORMAT_FP8_E4M3
+
+
 def gaps_ms(streams: Sequence[Stream]) -> list[float]:
     """Milliseconds between the messages of each stream, per token, while all were being continued."""
     begin, end = max(stream.times[0] for stream in streams), min(stream.times[-1] for stream in streams)
@@ -82,7 +87,7 @@ def without_pause(work: Callable[[], int]) -> Iterator[Callable[[], int]]:
 def compressing(bench: Bench, lease: PoolLease) -> Callable[[], int]:
     """Store some cached blocks in the other format; how many."""
     count = max(STEP_BYTES // bench.memd.pool().block_bytes, 1)
-    ids = [one.block_id for one in bench.memd.blocks(page_size=10_000) if one.sealed and not one.holders]
+    ids = [one.block_id for one in bench.memd.blocks(page_size=10_000) if is_native(one) and not one.holders]
     place, whole = [0], ids[: len(ids) // count * count]
 
     def work() -> int:
@@ -166,7 +171,7 @@ def report_link(bench: Bench, link: float) -> None:
 
 def report_freed(bench: Bench) -> None:
     """What compressing 1,000 scattered blocks frees."""
-    found = [one.block_id for one in bench.memd.blocks(page_size=10_000) if one.sealed and not one.holders]
+    found = [one.block_id for one in bench.memd.blocks(page_size=10_000) if is_native(one) and not one.holders]
     some = found[:: max(len(found) // 1000, 1)][:1000]
     most = min(max((32 << 20) // bench.memd.pool().block_bytes, 1), 16)
     before, begin = bench.memd.pool().usage, time.perf_counter()

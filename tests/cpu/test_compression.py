@@ -209,3 +209,19 @@ def test_what_cannot_be_compressed_is_refused_and_nothing_is_changed() -> None:
         assert caught.value.reason is reason
         pool.check()
     assert pool.usage() == usage
+
+
+def test_compressing_1000_scattered_blocks_makes_490_new_ones_allocatable() -> None:
+    pool, lease = make(2200)
+    worker = Worker(pool, "one")
+    grants = [worker.serve(tokens(20 * B, seed)) for seed in range(100)]
+    worker.step(releases=[grant.table_id for grant in grants])
+    scattered = sorted(block_id for grant in grants for block_id in grant.blocks.block_ids[:20])[::2]
+    before = pool.usage().free
+    done = compress(pool, lease, scattered, [worker])
+    assert {one.format for one in done} == {Format.FP8_E4M3}
+    worker.acknowledge()
+    assert pool.usage().free - before == 500
+    (grant,) = worker.step(creates=[TableRequest(tokens(B, 999), before + 490)]).grants
+    assert len(grant.blocks.block_ids) == before + 490
+    assert pool.counters.evicted_blocks == 0

@@ -1,6 +1,6 @@
 """Shared host memory that a GPU's copy engines and kernels reach.
 
-By the driver's own functions: PyCUDA's register_host_memory makes an array of the memory, which a current NumPy refuses.
+By the driver's own functions: PyCUDA's register_host_memory makes an array of it, in a way that NumPy refuses by now.
 """
 
 from __future__ import annotations
