@@ -21,11 +21,12 @@ class CachedFrames:
     what is said of no tier is said of the device.
     """
 
-    __slots__ = ("_device", "_first_host", "_units", "host", "kept", "num_pinned_kept")
+    __slots__ = ("_append_common", "_device", "_first_host", "_units", "host", "kept", "num_pinned_kept")
 
     def __init__(self, links: Links, units: SplitFrames, first_host: int) -> None:
         self._units, self._first_host = units, first_host
         self._device, self.host = EvictionOrder(links), EvictionOrder(links)
+        self._append_common = self._device.common.append
         self.kept: dict[int, Retention] = {}  # by place
         self.num_pinned_kept = 0
 
@@ -72,7 +73,9 @@ class CachedFrames:
 
     def append(self, place: int) -> None:
         """A block was released just now."""
-        if not self._units.is_unit(place):
+        if place < self._first_host and not self.kept:  # mostly: thousands of a table are released at once
+            self._append_common(place)
+        elif not self._units.is_unit(place):
             self.append_whole(place)
         elif self._units.rest(place):
             self.append_whole(self._units.frame_of(place))

@@ -79,7 +79,7 @@ class Rig:
         self.locks = Locks()
         self.sessions = Sessions(self.pool, self.locks, lambda: self.now, self.failures.append)
         self.service = WorkerService(
-            self.pool, self.sessions, self.locks, WorkerTerms(10.0, pb.Slab()), lambda: self.now
+            self.pool, self.sessions, self.locks, WorkerTerms(10.0, [pb.Slab()]), lambda: self.now
         )
 
     def hello(self, call: Call, **reclaim: int) -> asyncio.Task[None]:

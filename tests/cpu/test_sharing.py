@@ -212,7 +212,8 @@ def test_eviction_goes_by_priority_and_spares_what_is_pinned(pool: Pool, client:
 
 
 def pops_the_most_wanted(frames: CachedFrames) -> int:
-    return next(queue for _, queue in sorted(frames._queues.items(), reverse=True) if queue).pop()
+    queues = frames.orders()[0]._queues
+    return next(queue for _, queue in sorted(queues.items(), reverse=True) if queue).pop()
 
 
 @pytest.mark.parametrize(

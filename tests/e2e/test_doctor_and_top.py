@@ -101,7 +101,8 @@ def expect_full(memd: Memd) -> None:
     }
     # The slab of 16 MiB has room for 4,096 blocks of 4 KiB.
     assert [(one["where"], one["name"], one["value"]) for one in full["remedies"]] == [
-        ("memd", "--max-num-blocks", "125")
+        ("memd", "--max-num-blocks", "125"),
+        ("memd", "--fp8", "pressure"),
     ]
     # 600 tokens fill 38 of 60 blocks, the last by half; 300 fill 19 of 37.
     assert found["reserved_ahead"]["figures"] == {"reserved_blocks": 22 + 18, "held_blocks": 97, "tables": 2}
