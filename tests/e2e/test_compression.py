@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,7 @@ from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.memd.v1 import pool_service_pb2, types_pb2
 from pagepool_client import PoolClient, PoolLease
 from tests.e2e.conftest import Memd
+from tests.e2e.test_memd_tools import tool
 from tests.e2e.workers import Worker, greedy, household, within
 
 B = 16
@@ -160,3 +163,26 @@ def test_a_call_is_answered_the_same_when_it_is_repeated_and_names_what_is_wrong
             lease.compress(wrong)
         assert caught.value.reason is reason
     assert [block.format for block in cached(client)][1] == F32
+
+
+def test_grpcurl_compresses_a_block_and_sees_it_change(house: House, tmp_path: Path) -> None:
+    memd, worker, client, lease = house
+    worker.generate(ask())
+    block_id = cached(client)[1].block_id
+
+    def call(method: str, **fields: Any) -> Any:
+        where = ["-unix", "-authority", "localhost", "-d", json.dumps(fields), str(memd.socket)]
+        line = [tool("grpcurl"), "-plaintext", *where, f"pagepool.memd.v1.PoolService/{method}"]
+        done = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    before = call("GetBlock", block_id=block_id)["block"]
+    assert (before["format"], before["exact"]) == ("FORMAT_F32", True)
+    named = {"epoch": str(lease.epoch), "lease_id": lease.lease_id, "block_ids": [block_id]}
+    (done,) = call("CompressBlocks", **named)["compressions"]
+    after = call("GetBlock", block_id=block_id)["block"]
+    assert (after["format"], "exact" in after) == ("FORMAT_FP8_E4M3", False)
+    assert (after["entry"], after["k_error"]) == (done["entry"], done["k_error"])
+    assert after["entry"] != before["entry"]
+    assert after["digest"] == before["digest"]
