@@ -19,6 +19,7 @@ from pagepool_client.cli.top_view import picture
 from pagepool_client.diagnosis.diagnose import diagnose
 from pagepool_client.diagnosis.figures import measure
 from pagepool_client.diagnosis.findings import Finding, Severity
+from pagepool_client.diagnosis.formats import places_of
 from pagepool_client.diagnosis.observation import Observation
 from pagepool_client.diagnosis.report import as_json, facts
 from pagepool_client.diagnosis.timeline import Frame, Timeline, kinds_of_blocks, table_use
@@ -105,7 +106,7 @@ def test_every_sum_is_right_and_no_line_of_the_map_is_too_long(
     seen = scene.seen()
     usage = seen.pool.usage
     assert usage.free_blocks >= 0
-    kinds = kinds_of_blocks(seen.pool, table_use(seen.tables, 16, native.itemsize))
+    kinds = kinds_of_blocks(seen.pool, table_use(seen.tables, 16, places_of(seen.pool)))
     assert (sum(kinds.values()), min(kinds.values()) >= 0) == (usage.total_blocks, True)
     assert kinds["FP8 held"] + kinds["FP8 cached"] <= usage.split_blocks
     drawn = draw(Snapshot(seen.pool, seen.blocks), max(width, 24), lambda text, look: text)
@@ -297,7 +298,7 @@ def test_a_real_pool_is_drawn_right_while_blocks_are_compressed() -> None:
     def looks(row: str, slots: str) -> None:
         now = seen(pool)
         assert draw(Snapshot(now.pool, now.blocks, now.tables), 60, lambda text, look: text).count(f" 0  {row}") == 1
-        kinds = kinds_of_blocks(now.pool, table_use(now.tables, B, 2))
+        kinds = kinds_of_blocks(now.pool, table_use(now.tables, B, places_of(now.pool)))
         usage = now.pool.usage
         assert sum(kinds.values()) == usage.total_blocks
         assert kinds["FP8 held"] + kinds["FP8 cached"] == usage.split_blocks == row.count("▚") + row.count("▖")
