@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memd.core.extent import HostMemory, Tiers
 from memd.core.fp8 import Fp8, Policy
 from memd.core.pool import Pool
 from memd.core.values import TableRequest
@@ -23,10 +22,9 @@ from pagepool_client.diagnosis.observation import Observation
 from pagepool_client.diagnosis.report import as_json, facts
 from pagepool_client.diagnosis.tiers import host_tier, is_below
 from pagepool_client.diagnosis.timeline import Timeline, kinds_of_blocks, table_use
-from tests.cpu.compression_rig import GEOMETRY, B, Worker, compress, make, move_all, tokens
+from tests.cpu.compression_rig import B, Worker, compress, make, move_all, tokens
 from tests.cpu.pool_scene import NOW_S, Scene
-from tests.cpu.seen_pools import codes, finding, seen
-from tests.cpu.test_formats_seen import NATIVE, at_the_top, remedies
+from tests.cpu.seen_pools import at_the_top, codes, finding, remedies, seen
 
 SLABS = [pytest.param(1, id="gpu"), pytest.param(0, id="shared memory")]
 """Where the host tier is: in a slab of its own, or behind the device."""
@@ -34,15 +32,8 @@ SLABS = [pytest.param(1, id="gpu"), pytest.param(0, id="shared memory")]
 
 def rig(slab: int, num_blocks: int = 10, num_host: int = 20, fp8: Fp8 | None = None) -> tuple[Pool, int, Worker]:
     """A pool with a host tier, a client's lease, and a worker."""
-    if slab:
-        pool, lease = make(num_blocks, fp8, num_host)
-        return pool, lease, Worker(pool, "one")
-    layout = GEOMETRY.layout(B)
-    # The first unit below is in the midst of what would be a place, if the device went on so far.
-    host = HostMemory(num_host * layout.block_bytes, 0, num_blocks * layout.block_bytes + layout.unit_bytes)
-    pool = Pool(7, B, 1 << 30, num_blocks, tiers=Tiers(fp8, host))
-    pool.declare(GEOMETRY)
-    return pool, pool.create_lease("me", 1000.0, 0.0).lease_id, Worker(pool, "one")
+    pool, lease = make(num_blocks, fp8, num_host, slab=slab)
+    return pool, lease, Worker(pool, "one")
 
 
 def lowered(pool: Pool, worker: Worker, prompt: list[int]) -> list[int]:
@@ -67,9 +58,10 @@ def adds_up(of: Observation) -> bool:
     assert (sum(kinds.values()), min(kinds.values()) >= 0) == (usage.total_blocks, True)
     words = re.findall(r"(\d+) (?:held|cached|quarantined|kept back|free)", dict(facts(of, figures))["blocks"])
     assert sum(map(int, words)) == usage.total_blocks
-    cells = "".join(line.split("  ", 1)[1] for line in on_the_map(of) if re.match(r" *\d+  [█◆▒▫░▚▖✗·]{10}", line))
-    assert cells.count("·") == usage.free_blocks + usage.kept_blocks
-    assert sum(map(cells.count, "░▖")) == usage.cached_blocks
+    legend = re.findall(r"^([█◆▒▫░▚▖✗·]) +(\d+) ", "\n".join(on_the_map(of)), re.MULTILINE)
+    cells = {glyph: int(number) for glyph, number in legend}
+    assert cells.get("·", 0) == usage.free_blocks + usage.kept_blocks
+    assert cells.get("░", 0) + cells.get("▖", 0) == usage.cached_blocks
     return figures.stray_units == usage.split_blocks * places_of(of.pool).units - usage.fp8_blocks
 
 
@@ -162,7 +154,7 @@ def test_a_picture_with_a_host_tier_fits_the_terminal(width: int) -> None:
 
 
 @given(
-    st.sampled_from(NATIVE),
+    st.sampled_from([Format.BF16, Format.F32]),
     st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.booleans(), st.booleans()), max_size=60),
     st.sampled_from([0, 1]),
 )
@@ -206,6 +198,29 @@ def test_what_a_table_holds_below_is_not_its_own_and_gives_no_place_back() -> No
     assert diagnose(scene.seen()) == [], "nothing of the device is theirs"
 
 
+def test_tables_share_what_is_below_too() -> None:
+    scene = Scene(host=30)
+    prefix = [scene.block(BLOCK_STATE_HELD, 16) for _ in range(4)]
+    scene.table(100, shared=prefix)
+    scene.table(96, shared=prefix)
+    scene.lower(prefix[:3], 0)
+    now = scene.seen()
+    use = table_use(now.tables, 16, places_of(now.pool))
+    assert (measure(now).saved_blocks, use.saved, use.shared, use.below) == (4, 4, 1, 3)
+    assert dict(facts(now, measure(now)))["sharing"] == "2 tables; without sharing they would need 4 more blocks"
+
+
+def test_a_block_on_its_way_down_is_one_block() -> None:
+    pool, _, worker = rig(1, 6)
+    worker.step(1.0, releases=[worker.serve(tokens(4 * B)).table_id])
+    worker.step(1.5, creates=[TableRequest(tokens(2 * B, 3), 2)])
+    now = seen(pool)
+    assert [one.block_id for one in now.blocks if is_below(one) and not one.sealed], "a copy is under way"
+    memd = [one for one in measure(now).holders if not one.table_id and one.worker]
+    assert [(one.blocks, one.own_blocks) for one in memd] == [(1, 1)]
+    assert adds_up(now)
+
+
 def test_what_is_below_frees_no_place_as_fp8_blocks() -> None:
     scene = Scene(host=60, counters={"refused_requests": 1})
     scene.cached(60)
@@ -224,14 +239,9 @@ def test_doctor_says_what_is_below_to_people_and_machines() -> None:
         "4 of 20 places, 2 KiB of 10 KiB; 0 blocks came up and 4 went down since memd's start 2 h ago; 100 % of the "
         "tokens found were there"
     )
-    assert as_json(now, measure(now), diagnose(now))["host_tier"] == {
-        "places": 20,
-        "free_places": 16,
-        "taken_places": 4,
-        "cached_places": 0,
-        "bytes": 20 * 512,
-        "taken_bytes": 4 * 512,
-    }
+    places = {"places": 20, "free_places": 16, "taken_places": 4, "cached_places": 0}
+    told = as_json(now, measure(now), diagnose(now))
+    assert told["host_tier"] == {**places, "bytes": 20 * 512, "taken_bytes": 4 * 512}
     without = Scene().seen()
     assert "host tier" not in dict(facts(without, measure(without)))
     assert as_json(without, measure(without), [])["host_tier"] is None
