@@ -78,9 +78,20 @@ class Worker:
         return recode
 
 
-def make(num_blocks: int = 12, fp8: Fp8 | None = Fp8(kept_share=0), num_host: int = 0) -> tuple[Pool, int]:  # noqa: B008 (frozen)
-    """A pool with FP8 blocks and a host tier of so many, and a client's lease."""
-    host = HostMemory(num_host * GEOMETRY.layout(B).block_bytes) if num_host else None
+def make(
+    num_blocks: int = 12,
+    fp8: Fp8 | None = Fp8(kept_share=0),  # noqa: B008 (frozen)
+    num_host: int = 0,
+    *,
+    slab: int = 1,
+) -> tuple[Pool, int]:
+    """A pool with FP8 blocks and a host tier of so many, and a client's lease.
+
+    The tier is beside a GPU, or in slab 0 behind the device, and a unit: its blocks begin in the midst of places then.
+    """
+    layout = GEOMETRY.layout(B)
+    behind = 0 if slab else num_blocks * layout.block_bytes + layout.unit_bytes
+    host = HostMemory(num_host * layout.block_bytes, slab, behind) if num_host else None
     pool = Pool(7, B, 1 << 30, num_blocks, tiers=Tiers(fp8, host))
     pool.declare(GEOMETRY)
     return pool, pool.create_lease("me", 1000.0, 0.0).lease_id

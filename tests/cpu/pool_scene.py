@@ -11,6 +11,7 @@ from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool.memd.v1.types_pb2 import (
     BLOCK_STATE_CACHED,
     BLOCK_STATE_HELD,
+    TIER_HOST,
     Block,
     BlockHolder,
     BlockTable,
@@ -31,7 +32,10 @@ def holder_of(lease: int, table: int) -> BlockHolder:
 
 @dataclass
 class Scene:
-    """A pool in the making. Blocks of bf16, 1 KiB a token unless `native` and `token_bytes` say otherwise."""
+    """A pool in the making. Blocks of bf16, 1 KiB a token unless `native` and `token_bytes` say otherwise.
+
+    `host` are the places of its host tier.
+    """
 
     total: int = 100
     block_size: int = 16
@@ -39,6 +43,7 @@ class Scene:
     slab_blocks: int = 0
     native: Format = Format.BF16
     kept: int = 0
+    host: int = 0
     blocks: list[Block] = field(default_factory=list)
     tables: list[BlockTable] = field(default_factory=list)
     workers: list[WorkerReport] = field(default_factory=list)
@@ -88,6 +93,13 @@ class Scene:
         for unit, block in enumerate(blocks, first_place * self.native.itemsize):
             block.entry = pack_entry(Format.FP8_E4M3, 0, unit)
 
+    def lower(self, blocks: Sequence[Block], slab: int) -> None:
+        """Blocks are in the host tier from now on, in its first places: beside a GPU (slab 1), or behind the device."""
+        first = 0 if slab else self.total
+        for place, block in enumerate(blocks, first):
+            fmt = unpack_entry(block.entry)[0]
+            block.entry, block.tier = pack_entry(fmt, slab, self.native.itemsize * place), TIER_HOST
+
     def suspended(self, tokens: int, idle_s: float = 0.0) -> None:
         """A table of worker "w" that waits without blocks."""
         table = BlockTable(
@@ -133,13 +145,15 @@ class Scene:
     def _usage(self) -> PoolUsage:
         """A split place is in use while one of its blocks is, and cached only when all are."""
         places: dict[int, list[Block]] = {}
-        for block in self.blocks:
+        here = [block for block in self.blocks if block.tier != TIER_HOST]
+        below = [block.state == BLOCK_STATE_CACHED for block in self.blocks if block.tier == TIER_HOST]
+        for block in here:
             places.setdefault(unpack_entry(block.entry)[2] // self.native.itemsize, []).append(block)
         states = [{block.state for block in blocks} for blocks in places.values()]
         held = sum(BLOCK_STATE_HELD in each for each in states)
         cached = sum(each == {BLOCK_STATE_CACHED} for each in states)
         pinned = [any(one.pinned for one in blocks) for blocks in places.values()]
-        fp8 = [one.entry for one in self.blocks if unpack_entry(one.entry)[0] is Format.FP8_E4M3]
+        fp8 = [one.entry for one in here if unpack_entry(one.entry)[0] is Format.FP8_E4M3]
         return PoolUsage(
             total_blocks=self.total,
             free_blocks=self.total - len(places) - self.kept,
@@ -147,8 +161,11 @@ class Scene:
             cached_blocks=cached,
             quarantined_blocks=len(places) - held - cached,
             pinned_blocks=sum(each == {BLOCK_STATE_CACHED} and pin for each, pin in zip(states, pinned, strict=True)),
-            reserve_blocks=sum(list(one.holders) == [holder_of(WORKER, 0)] for one in self.blocks),
+            reserve_blocks=sum(list(one.holders) == [holder_of(WORKER, 0)] for one in here),
             split_blocks=len({unpack_entry(entry)[2] // self.native.itemsize for entry in fp8}),
             fp8_blocks=len(fp8),
             kept_blocks=self.kept,
+            host_blocks=self.host,
+            host_free_blocks=self.host - len(below),
+            host_cached_blocks=sum(below),
         )

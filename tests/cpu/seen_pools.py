@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from rich.console import Console
+
 from memd import messages
 from memd.core.pool import Pool
 from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
+from pagepool_client.cli.top_view import picture
 from pagepool_client.diagnosis.diagnose import diagnose
 from pagepool_client.diagnosis.findings import Finding
 from pagepool_client.diagnosis.observation import Observation, WorkerReport
+from pagepool_client.diagnosis.timeline import Frame
 from tests.cpu.core_worker import GEOMETRY
 
 TOTAL, START_S = 100, 1000.0
@@ -38,6 +42,19 @@ def advice(of: Observation, code: str, name: str) -> str:
     """The value of the remedy with this name."""
     (value,) = [remedy.value for remedy in finding(of, code).remedies if remedy.name == name]
     return value
+
+
+def remedies(of: Finding) -> dict[str, str]:
+    """What to change, and the effect."""
+    return {f"{one.name} {one.value}": one.effect for one in of.remedies}
+
+
+def at_the_top(frame: Frame, width: int = 100, height: int | None = None) -> list[str]:
+    """The lines of `pagepool top`."""
+    console = Console(width=width, highlight=False, color_system=None)
+    with console.capture() as captured:
+        console.print(picture(frame, width, height))
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def codes(of: Observation) -> list[str]:

@@ -333,7 +333,7 @@ def test_prefixes_that_were_evicted_ask_for_more_blocks() -> None:
         "sealed_blocks": 40,
         "needed_blocks": 160,
     }
-    assert tried(finding) == ["memd --pool-bytes 3MiB"], "160 blocks of 16 KiB are 2.5 MiB"
+    assert tried(finding) == ["memd --pool-bytes 3MiB", "memd --host-tier 1MiB"], "160 of 16 KiB, and 60"
     assert finding.detail.startswith(
         "100 of 4,000 prompt tokens (2.5 %) were found since memd's start 2 h ago; 60 of 250"
     )

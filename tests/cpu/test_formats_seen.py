@@ -7,7 +7,6 @@ import re
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from memd.core.extent import Tiers
 from memd.core.fp8 import Fp8, Policy
@@ -15,16 +14,16 @@ from memd.core.pool import Pool
 from pagekernels.layout import Format
 from pagepool.memd.v1.types_pb2 import BLOCK_STATE_HELD, BLOCK_STATE_QUARANTINED
 from pagepool_client.cli.block_map import Snapshot, draw
-from pagepool_client.cli.top_view import picture
 from pagepool_client.diagnosis.diagnose import diagnose
 from pagepool_client.diagnosis.figures import measure
 from pagepool_client.diagnosis.findings import Finding, Severity
+from pagepool_client.diagnosis.formats import places_of
 from pagepool_client.diagnosis.observation import Observation
 from pagepool_client.diagnosis.report import as_json, facts
-from pagepool_client.diagnosis.timeline import Frame, Timeline, kinds_of_blocks, table_use
+from pagepool_client.diagnosis.timeline import Timeline, kinds_of_blocks, table_use
 from tests.cpu.compression_rig import GEOMETRY, B, Worker, compress, tokens
 from tests.cpu.pool_scene import NOW_S, Scene
-from tests.cpu.seen_pools import seen
+from tests.cpu.seen_pools import at_the_top, remedies, seen
 
 NATIVE = [Format.BF16, Format.F32]
 
@@ -45,20 +44,9 @@ def on_the_map(scene: Scene, width: int = 100) -> list[str]:
     return draw(Snapshot(seen.pool, seen.blocks, seen.tables), width, lambda text, look: text)
 
 
-def at_the_top(frame: Frame, width: int = 100, height: int | None = None) -> list[str]:
-    console = Console(width=width, highlight=False, color_system=None)
-    with console.capture() as captured:
-        console.print(picture(frame, width, height))
-    return [line.rstrip() for line in captured.get().splitlines()]
-
-
 def found(seen: Observation, code: str) -> Finding:
     (finding,) = [one for one in diagnose(seen) if one.code == code]
     return finding
-
-
-def remedies(finding: Finding) -> dict[str, str]:
-    return {f"{one.name} {one.value}": one.effect for one in finding.remedies}
 
 
 def test_a_split_place_is_one_cell_whatever_the_native_format_is() -> None:
@@ -105,7 +93,7 @@ def test_every_sum_is_right_and_no_line_of_the_map_is_too_long(
     seen = scene.seen()
     usage = seen.pool.usage
     assert usage.free_blocks >= 0
-    kinds = kinds_of_blocks(seen.pool, table_use(seen.tables, 16, native.itemsize))
+    kinds = kinds_of_blocks(seen.pool, table_use(seen.tables, 16, places_of(seen.pool)))
     assert (sum(kinds.values()), min(kinds.values()) >= 0) == (usage.total_blocks, True)
     assert kinds["FP8 held"] + kinds["FP8 cached"] <= usage.split_blocks
     drawn = draw(Snapshot(seen.pool, seen.blocks), max(width, 24), lambda text, look: text)
@@ -297,7 +285,7 @@ def test_a_real_pool_is_drawn_right_while_blocks_are_compressed() -> None:
     def looks(row: str, slots: str) -> None:
         now = seen(pool)
         assert draw(Snapshot(now.pool, now.blocks, now.tables), 60, lambda text, look: text).count(f" 0  {row}") == 1
-        kinds = kinds_of_blocks(now.pool, table_use(now.tables, B, 2))
+        kinds = kinds_of_blocks(now.pool, table_use(now.tables, B, places_of(now.pool)))
         usage = now.pool.usage
         assert sum(kinds.values()) == usage.total_blocks
         assert kinds["FP8 held"] + kinds["FP8 cached"] == usage.split_blocks == row.count("▚") + row.count("▖")

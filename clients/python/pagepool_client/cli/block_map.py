@@ -1,4 +1,4 @@
-"""The pool drawn as a memory map: one glyph per place of a native block, as it physically lies. Pure text."""
+"""The pool drawn as a memory map: one glyph per place of the device, as it physically lies. Pure text."""
 
 from __future__ import annotations
 
@@ -6,15 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from pagepool.memd.v1.types_pb2 import (
-    BLOCK_STATE_CACHED,
-    BLOCK_STATE_QUARANTINED,
-    TIER_HOST,
-    Block,
-    BlockTable,
-    Pool,
-)
-from pagepool_client.diagnosis.formats import formats, had_fp8, is_fp8, place_of, units_per_block
+from pagepool.memd.v1.types_pb2 import BLOCK_STATE_CACHED, BLOCK_STATE_QUARANTINED, Block, BlockTable, Pool
+from pagepool_client.diagnosis.formats import Places, formats, had_fp8, is_fp8, places_of
+from pagepool_client.diagnosis.tiers import HostTier, host_tier, is_below
 from pagepool_client.diagnosis.words import size
 
 FREE = "·"
@@ -69,22 +63,22 @@ def draw(snapshot: Snapshot, width: int, style: Style) -> list[str]:
     lines = [f"{title}: {_cut(pool)}", _use(pool)]
     if had_fp8(pool):
         lines.append(_formats(pool))
+    if tier := host_tier(pool):
+        lines.append(_host(tier, pool))
     cells = _cells(snapshot)
     lines += ["", *_rows(cells, width, style), "", *_legend(cells, pool.usage.kept_blocks, width, style)]
     if snapshot.tables:
-        lines += ["", *_tables(snapshot.tables, units_per_block(pool), style)]
+        lines += ["", *_tables(snapshot.tables, places_of(pool), style)]
     return lines
 
 
 def _cells(snapshot: Snapshot) -> list[str]:
     """A glyph for each place; a split one has the glyph of what matters most in it."""
-    units, cells = units_per_block(snapshot.pool), [FREE] * snapshot.pool.usage.total_blocks
+    places, cells = places_of(snapshot.pool), [FREE] * snapshot.pool.usage.total_blocks
     for block in snapshot.blocks:
-        if block.tier == TIER_HOST:
-            continue
-        drawn, place = glyph(block), place_of(block.entry, units)
+        drawn, place = glyph(block), None if is_below(block) else places.of(block.entry)
         # The pool may have changed between two of the calls that made the snapshot.
-        if place < len(cells) and PRECEDENCE.get(drawn, 2) >= PRECEDENCE.get(cells[place], 2):
+        if place is not None and PRECEDENCE.get(drawn, 2) >= PRECEDENCE.get(cells[place], 2):
             cells[place] = drawn
     return cells
 
@@ -112,6 +106,11 @@ def _formats(pool: Pool) -> str:
     now = formats(pool)
     holes = f"; room for {now.holes:,} more in split places" if now.holes else ""
     return f"{now.words()}{holes}"
+
+
+def _host(tier: HostTier, pool: Pool) -> str:
+    counters = pool.counters
+    return f"below: {tier.words()}; {counters.promoted_blocks:,} came up, {counters.demoted_blocks:,} went down"
 
 
 def _rows(cells: Sequence[str], width: int, style: Style) -> list[str]:
@@ -149,16 +148,23 @@ def _legend(cells: Sequence[str], kept: int, width: int, style: Style) -> list[s
     return lines
 
 
-def _tables(tables: Sequence[BlockTable], units: int, style: Style) -> list[str]:
+def _tables(tables: Sequence[BlockTable], places: Places, style: Style) -> list[str]:
     lines = []
     for table in tables:
         name = f"{style(f'table {table.table_id}', 'bold')} of {table.holder or f'lease {table.lease_id}'}"
         found = f", {table.cached_tokens:,} of them found" if table.cached_tokens else ""
-        places, fp8 = _ranges(place_of(entry, units) for entry in table.entries), sum(map(is_fp8, table.entries))
-        blocks = f"{len(table.block_ids):,} blocks{f' ({fp8:,} in FP8)' if fp8 else ''}"
-        where = "suspended" if table.suspended else f"{blocks} at {places}"
+        where = "suspended" if table.suspended else _where(table, places)
         lines.append(f"{name}: {table.num_tokens:,} tokens{found}, {where}")
     return lines
+
+
+def _where(table: BlockTable, places: Places) -> str:
+    """How many blocks a table has, how many of them are unlike others, and the places of those on the device."""
+    here = [place for entry in table.entries if (place := places.of(entry)) is not None]
+    counts = {"in FP8": sum(map(is_fp8, table.entries)), "below": len(table.entries) - len(here)}
+    unlike = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
+    blocks = f"{len(table.block_ids):,} blocks{f' ({unlike})' if unlike else ''}"
+    return f"{blocks} at {_ranges(here)}" if here else blocks
 
 
 def _ranges(places: Iterable[int], limit: int = 8) -> str:

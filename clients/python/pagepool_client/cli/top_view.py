@@ -16,6 +16,7 @@ from pagepool.memd.v1.types_pb2 import BlockTable
 from pagepool_client.cli.block_map import KINDS
 from pagepool_client.diagnosis.figures import available_blocks
 from pagepool_client.diagnosis.formats import formats, had_fp8
+from pagepool_client.diagnosis.tiers import HostTier, found_below, host_tier
 from pagepool_client.diagnosis.timeline import Frame, kinds_of_blocks
 from pagepool_client.diagnosis.words import count, share, size, span
 
@@ -104,6 +105,8 @@ def _pool(frame: Frame, width: int) -> Iterator[Text]:
     yield _labelled("memory  ", _memory(frame))
     if had_fp8(frame.seen.pool):
         yield _labelled("formats ", _formats(frame, width))
+    if tier := host_tier(frame.seen.pool):
+        yield _labelled("host    ", _host(tier, frame, width))
     yield _labelled("prefixes", _prefixes(frame))
     yield _labelled("queue   ", _queue(frame))
 
@@ -130,15 +133,27 @@ def _memory(frame: Frame) -> str:
 
 
 def _formats(frame: Frame, width: int) -> str:
-    """One line where there is room for it, else two."""
     counters = frame.seen.pool.counters
     parts = [_pace(frame, "compressed_blocks", "compressed")]
     if counters.decompressed_blocks:
         parts.append(_pace(frame, "decompressed_blocks", "decompressed"))
     if counters.blocks_over_error:
         parts.append(f"{counters.blocks_over_error:,} over the error bound")
-    now, lately = formats(frame.seen.pool).words(), ", ".join(parts)
+    return _folded(formats(frame.seen.pool).words(), ", ".join(parts), width)
+
+
+def _folded(now: str, lately: str, width: int) -> str:
+    """One line where there is room for it, else two."""
     return f"{now}; {lately}" if len(now) + len(lately) + 11 <= width else f"{now}\n{' ' * 9}{lately}"
+
+
+def _host(tier: HostTier, frame: Frame, width: int) -> str:
+    counters, now = frame.seen.pool.counters, f"{tier.words()} of {size(tier.bytes)}"
+    parts = [_pace(frame, "demoted_blocks", "down"), _pace(frame, "promoted_blocks", "up")]
+    if there := found_below(counters.host_hit_tokens, counters.prefix_hit_tokens):
+        found = frame.counted["prefix_hit_tokens"] if frame.elapsed_s else 0
+        parts.append(there + (f" ({share(frame.counted['host_hit_tokens'], found)} just now)" if found else ""))
+    return _folded(now, ", ".join(parts), width)
 
 
 def _prefixes(frame: Frame) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pagepool.memd.v1.types_pb2 import BLOCK_STATE_HELD, BLOCK_STATE_QUARANTINED, Block
 from pagepool_client.diagnosis.findings import Case, Finding, Remedy, Severity
 from pagepool_client.diagnosis.formats import formats, had_fp8, is_fp8, units_per_block
+from pagepool_client.diagnosis.tiers import is_below
 from pagepool_client.diagnosis.words import count, share, size
 
 KEEP_RECENT = 4
@@ -19,7 +20,7 @@ SHOWN_BLOCKS = 3
 
 
 def compressible(case: Case) -> Sequence[Block]:
-    """The blocks that a policy of memd could compress now, by rising id.
+    """The blocks of the device that a policy of memd could compress now, by rising id.
 
     The first block of a sequence is only known while a table has it: one that is merely cached may be among these.
     """
@@ -32,7 +33,8 @@ def compressible(case: Case) -> Sequence[Block]:
 
 def _may_be_compressed(block: Block) -> bool:
     was_tried = block.k_error or block.v_error
-    return block.sealed and block.state != BLOCK_STATE_QUARANTINED and not (is_fp8(block.entry) or was_tried)
+    is_spent = is_below(block) or is_fp8(block.entry) or was_tried
+    return block.sealed and block.state != BLOCK_STATE_QUARANTINED and not is_spent
 
 
 def compress_under_pressure(case: Case) -> Sequence[Remedy]:

@@ -11,15 +11,16 @@ from pagepool.durations import to_seconds
 from pagepool.memd.v1.types_pb2 import BLOCK_STATE_HELD, Block, BlockTable, PoolUsage
 from pagepool_client.diagnosis.formats import is_fp8
 from pagepool_client.diagnosis.observation import Observation
+from pagepool_client.diagnosis.tiers import is_below
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
     """What holds blocks: a block table, or a lease directly (`table_id` 0), which at a `worker` is its reserve.
 
-    `own_blocks` are those that nothing else holds: what comes back when it lets go. They take `own_places`, an FP8
-    block a part of one. `idle_s` is the time since the table, or the most recent of the lease's blocks, was touched.
-    `name` may be empty for a lease without a table.
+    `own_blocks` are those of the device that nothing else holds: what comes back when it lets go. They take
+    `own_places`, an FP8 block a part of one. `idle_s` is the time since the table, or the most recent of the lease's
+    blocks, was touched. `name` may be empty for a lease without a table.
     """
 
     lease_id: int
@@ -35,14 +36,17 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Blocks and tokens of a pool. "Held" leaves out what is quarantined. FP8 blocks count like others."""
+    """Blocks and tokens of a pool. "Held" leaves out what is quarantined, and what is in the host tier.
+
+    FP8 blocks count like others.
+    """
 
     available: int
     """Blocks that can be granted now; see available_blocks."""
     least_available: int
     """The same, at its lowest while the pool was watched."""
     sealed: int
-    """Sealed blocks, held or cached: what a prompt can find."""
+    """Sealed blocks of either tier, held or cached: what a prompt can find."""
     held_blocks: int
     """Held blocks: more than the places that are held, where some of these are split."""
     tokens: int
@@ -56,7 +60,7 @@ class Figures:
     direct_blocks: int
     """Held blocks that only clients' leases hold, and no table."""
     saved_blocks: int
-    """Blocks that tables would need in addition if none were shared between them."""
+    """Blocks that tables would need in addition if none, of either tier, were shared between them."""
     stray_units: int
     """Free units beside used ones in places for a whole block: fragmentation, which only smaller formats can make."""
     mean_table_blocks: float
@@ -69,11 +73,11 @@ def measure(observation: Observation) -> Figures:
     """The figures of a pool that is cut into blocks. Blocks and tables may stem from slightly different moments."""
     size, tables = observation.pool.block_size, observation.tables_with_blocks
     native = Format(observation.pool.geometry.format)
-    held = [block for block in observation.blocks if block.state == BLOCK_STATE_HELD and not _is_being_filled(block)]
-    in_tables = [[holder.ref_count for holder in block.holders if holder.table_id] for block in held]
+    used = [block for block in observation.blocks if block.state == BLOCK_STATE_HELD and not _is_being_filled(block)]
+    held = [block for block in used if not is_below(block)]
     usages = [pool.usage for pool in (*observation.earlier, observation.pool)]
     available = [available_blocks(usage) for usage in usages]
-    pairs = list(zip(held, in_tables, strict=True))
+    pairs = [(block, _in_tables(block)) for block in held]
     return Figures(
         available=available[-1],
         least_available=min(available),
@@ -84,16 +88,21 @@ def measure(observation: Observation) -> Figures:
         reserved_blocks=sum(not block.num_tokens for block, refs in pairs if refs),
         reserve_blocks=sum(not refs and _is_workers(block) and not block.sealed for block, refs in pairs),
         direct_blocks=sum(not refs and not _is_workers(block) for block, refs in pairs),
-        saved_blocks=sum(sum(refs) + block.more_holders - 1 for block, refs in pairs if refs),
+        saved_blocks=sum(sum(refs) + block.more_holders - 1 for block in used if (refs := _in_tables(block))),
         stray_units=stray_units(observation.blocks, native),
         mean_table_blocks=sum(len(table.block_ids) for table in tables) / len(tables) if tables else 0.0,
-        holders=holders(held, tables, native),
+        holders=holders(used, tables, native),
     )
 
 
+def _in_tables(block: Block) -> list[int]:
+    """References by each of the tables that are listed."""
+    return [holder.ref_count for holder in block.holders if holder.table_id]
+
+
 def _is_being_filled(block: Block) -> bool:
-    """Whether a worker is compressing another block into this one: both are listed until it is done."""
-    return is_fp8(block.entry) and not block.sealed
+    """Whether another block is being compressed, or moved down, into this one: both are listed until it is done."""
+    return not block.sealed and (is_fp8(block.entry) or is_below(block))
 
 
 def _is_workers(block: Block) -> bool:
@@ -111,9 +120,11 @@ def tail_slots_at(block_size: int, tables: Iterable[BlockTable]) -> int:
 
 
 def stray_units(blocks: Iterable[Block], native: Format) -> int:
-    """Free units in places for a block of the native format that hold smaller blocks."""
+    """Free units in places of the device for a block of the native format that hold smaller blocks."""
     used = Counter[int]()
     for block in blocks:
+        if is_below(block):
+            continue
         fmt, _, unit = unpack_entry(block.entry)
         used[unit // native.itemsize] += fmt.itemsize
     # Blocks that are listed while they move may share a place.
@@ -133,7 +144,7 @@ def holders(held: Iterable[Block], tables: Sequence[BlockTable], native: Format)
             blocks[key] += 1
             if holder.worker:
                 workers.add(holder.lease_id)
-            if len(block.holders) == 1:  # and no others, since many are listed
+            if len(block.holders) == 1 and not is_below(block):  # and no others, since many are listed
                 own[key] += 1
                 units[key] += unpack_entry(block.entry)[0].itemsize
             idle[key] = min(idle.get(key, float("inf")), to_seconds(block.idle_time))

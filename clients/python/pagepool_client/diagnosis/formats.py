@@ -1,4 +1,4 @@
-"""In which formats the blocks of a pool are, and in which of its places they lie. Pure.
+"""In which formats the blocks of a pool are, and in which places of its device they lie. Pure.
 
 A place is room for one block of the native format. One that is split has FP8 blocks instead, a unit each.
 """
@@ -15,7 +15,7 @@ from pagepool_client.diagnosis.words import count, size
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Blocks, places and bytes of a pool by format, as its usage has them."""
+    """Blocks, places and bytes of a pool's device by format, as its usage has them."""
 
     native: str
     """The name of the native format, such as bf16."""
@@ -35,7 +35,7 @@ class Formats:
 
 
 def formats(pool: Pool) -> Formats:
-    """The blocks of a pool that is cut, by format."""
+    """The blocks on the device of a pool that is cut, by format."""
     usage = pool.usage
     native = usage.total_blocks - usage.free_blocks - usage.kept_blocks - usage.split_blocks
     return Formats(
@@ -65,16 +65,40 @@ def is_fp8(entry: int) -> bool:
     return unpack_entry(entry)[0] is Format.FP8_E4M3
 
 
-def place_of(entry: int, units: int) -> int:
-    """The place that the block of a packed word is in, where each has so many units."""
-    return unpack_entry(entry)[2] // units
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The places of a pool's device: how many there are, and how many units each has."""
+
+    count: int
+    units: int
+
+    def of(self, entry: int) -> int | None:
+        """The place that the block of a packed word is in; None if it is below the device, in the host tier.
+
+        That one is another slab beside a GPU, and in shared memory what is behind the device in the same slab.
+        """
+        _, slab, unit = unpack_entry(entry)
+        place = unit // self.units
+        return None if slab or place >= self.count else place
 
 
-def fp8_places(tables: Iterable[BlockTable], units: int) -> dict[int, int]:
-    """By id, the places of the FP8 blocks in these tables."""
-    return {
-        block_id: place_of(entry, units)
-        for table in tables
-        for block_id, entry in zip(table.block_ids, table.entries, strict=True)
-        if is_fp8(entry)
-    }
+def places_of(pool: Pool) -> Places:
+    """The places of the device of a pool that is cut."""
+    return Places(pool.usage.total_blocks, units_per_block(pool))
+
+
+def apart(tables: Iterable[BlockTable], places: Places) -> tuple[dict[int, int], set[int]]:
+    """Blocks in these tables that are no whole place of the device.
+
+    By id, the places of its FP8 blocks; and the ids of those below.
+    """
+    fp8, below = dict[int, int](), set[int]()
+    for table in tables:
+        for block_id, entry in zip(table.block_ids, table.entries, strict=True):
+            if block_id in below or block_id in fp8:
+                continue
+            if (place := places.of(entry)) is None:
+                below.add(block_id)
+            elif is_fp8(entry):
+                fp8[block_id] = place
+    return fp8, below

@@ -9,7 +9,8 @@ from pagepool.memd.v1.types_pb2 import BLOCK_STATE_CACHED
 from pagepool_client.diagnosis.compressing import compress_under_pressure
 from pagepool_client.diagnosis.figures import Holder, tail_slots_at
 from pagepool_client.diagnosis.findings import Case, Finding, Remedy, Severity
-from pagepool_client.diagnosis.sizing import advised_block_size, more_blocks
+from pagepool_client.diagnosis.sizing import advised_block_size, more_below, more_blocks
+from pagepool_client.diagnosis.tiers import is_below
 from pagepool_client.diagnosis.words import count, share, span
 
 SMALLER_SIZES = (64, 32, 16, 8)
@@ -62,7 +63,7 @@ def out_of_blocks(case: Case) -> Finding | None:
         f"The pool {title}",
         detail,
         numbers,
-        [*more_blocks(case.seen.pool, needed), *compress_under_pressure(case)],
+        [*more_blocks(case.seen.pool, needed), *compress_under_pressure(case), *more_below(case)],
         [f"held by {_holder(holder)}" for holder in figures.holders[:SHOWN_HOLDERS]],
     )
 
@@ -145,7 +146,8 @@ def pinned_prefixes(case: Case) -> Finding | None:
     # A request that waits while blocks are free may need more than pins leave.
     if not pinned or 100 * pinned < (10 if case.pressed or case.seen.waiting else 40) * case.total:
         return None
-    kept = [block for block in case.seen.blocks if block.pinned and block.state == BLOCK_STATE_CACHED]
+    cached = [block for block in case.seen.blocks if block.state == BLOCK_STATE_CACHED and not is_below(block)]
+    kept = [block for block in cached if block.pinned]
     idle_s = max((to_seconds(block.idle_time) for block in kept), default=0.0)
     detail = (
         f"{pinned:,} of {count(case.total, 'block')} ({share(pinned, case.total)}) are pinned and in nobody's use: "

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pagepool.durations import to_seconds
 from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool.memd.v1.types_pb2 import BLOCK_STATE_HELD, BLOCK_STATE_QUARANTINED, Block, BlockTable, Pool
-from pagepool_client.diagnosis.formats import is_fp8, place_of, units_per_block
+from pagepool_client.diagnosis.formats import is_fp8, places_of
+from pagepool_client.diagnosis.tiers import is_below
 from pagepool_client.diagnosis.words import span
 
 
@@ -70,14 +71,16 @@ class Observation:
     def moved(self) -> int:
         """Quarantined places that wait for no process to end, only for the step of a worker that reads them still.
 
-        A split place is not quarantined while somebody refers to one of its FP8 blocks.
+        Those of the host tier are none of these. A split place is not quarantined while somebody refers to one of its
+        FP8 blocks.
         """
-        read = [block for block in self.blocks if block.sealed and block.state == BLOCK_STATE_QUARANTINED]
+        here = [block for block in self.blocks if not is_below(block)]
+        read = [block for block in here if block.sealed and block.state == BLOCK_STATE_QUARANTINED]
         if not any(is_fp8(block.entry) for block in read):
             return len(read)
-        units = units_per_block(self.pool)
-        held = {place_of(block.entry, units) for block in self.blocks if block.state == BLOCK_STATE_HELD}
-        return len({place_of(block.entry, units) for block in read} - held)
+        places = places_of(self.pool)
+        held = {places.of(block.entry) for block in here if block.state == BLOCK_STATE_HELD}
+        return len({places.of(block.entry) for block in read} - held)
 
     @property
     def waiting(self) -> int:

@@ -10,6 +10,7 @@ from pagepool_client.diagnosis.findings import Finding, Severity
 from pagepool_client.diagnosis.formats import formats, had_fp8
 from pagepool_client.diagnosis.observation import Observation
 from pagepool_client.diagnosis.sizing import advised_block_size
+from pagepool_client.diagnosis.tiers import found_below, host_tier
 from pagepool_client.diagnosis.words import count, share, size, span
 
 
@@ -22,6 +23,8 @@ def facts(seen: Observation, figures: Figures) -> list[tuple[str, str]]:
     lines.append(("blocks", _usage(seen)))
     if had_fp8(pool):
         lines.append(("formats", _formats(seen)))
+    if pool.usage.host_blocks:
+        lines.append(("host tier", _host(seen)))
     lines += [("slots", _slots(seen, figures)), ("sharing", _sharing(seen, figures))]
     advised = advised_block_size(pool)
     token = size(pool.block_bytes // pool.block_size)
@@ -36,10 +39,12 @@ def as_json(seen: Observation, figures: Figures | None, findings: Sequence[Findi
     usage = {name: getattr(pool.usage, name) for name in pool.usage.DESCRIPTOR.fields_by_name}
     counted = {name: seen.counted(name) for name in pool.counters.DESCRIPTOR.fields_by_name}
     described = {"epoch": f"{pool.epoch:016x}", "model": pool.geometry.model_name, "device": pool.device}
+    tier = host_tier(pool)
     sizes = {name: getattr(pool, name) for name in ("block_size", "block_bytes", "unit_bytes", "slab_bytes")}
     return {
         "pool": {**described, **sizes, **usage, "uptime_s": seen.uptime_s},
         "counted": {**counted, "watched_s": seen.watched_s if seen.earlier else None},
+        "host_tier": None if tier is None else asdict(tier),
         "figures": None if figures is None else asdict(figures),
         "workers": [
             {
@@ -79,6 +84,15 @@ def _formats(seen: Observation) -> str:
     over = seen.counted("blocks_over_error")
     changed = f"{done:,} compressed, {undone:,} decompressed and {over:,} over the error bound {seen.time_that_counts}"
     return f"{formats(seen.pool).words()}; {changed}"
+
+
+def _host(seen: Observation) -> str:
+    tier = host_tier(seen.pool)
+    assert tier is not None
+    up, down = seen.counted("promoted_blocks"), seen.counted("demoted_blocks")
+    there = found_below(seen.counted("host_hit_tokens"), seen.counted("prefix_hit_tokens"))
+    moved = f"{count(up, 'block')} came up and {down:,} went down {seen.time_that_counts}"
+    return f"{tier.words()} of {size(tier.bytes)}; {moved}{'; ' if there else ''}{there}"
 
 
 def _slots(seen: Observation, figures: Figures) -> str:

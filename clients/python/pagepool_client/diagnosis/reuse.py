@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pagepool_client.diagnosis.findings import Case, Finding, Remedy, Severity
-from pagepool_client.diagnosis.sizing import advised_block_size, more_blocks
+from pagepool_client.diagnosis.sizing import advised_block_size, more_below, more_blocks
 from pagepool_client.diagnosis.words import count, share, span
 
 ENOUGH_TOKENS = 1_000
@@ -45,7 +45,7 @@ def _evicted(case: Case, asked: str, numbers: Mapping[str, int]) -> Finding:
     # At most twice the pool: what was evicted may itself have been evicted before.
     needed = case.total + min(numbers["evicted_blocks"], case.total)
     detail = f"{asked} Prefixes are evicted before somebody asks for them again."
-    remedies = more_blocks(case.seen.pool, needed)
+    remedies = [*more_blocks(case.seen.pool, needed), *more_below(case)]
     numbers = {**numbers, "needed_blocks": needed}
     return Finding("prefixes_evicted", Severity.PROBLEM, "Few prefixes are found: evicted", detail, numbers, remedies)
 

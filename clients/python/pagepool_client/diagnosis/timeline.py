@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pagepool.inferd.v1.generation_service_pb2 import GetModelResponse
 from pagepool.memd.v1.types_pb2 import BlockTable, Pool
-from pagepool_client.diagnosis.formats import fp8_places, units_per_block
+from pagepool_client.diagnosis.formats import Places, apart, places_of
 from pagepool_client.diagnosis.observation import Observation
 
 HISTORY = 200
@@ -21,8 +21,10 @@ class TableUse:
 
     distinct: int
     """Blocks in at least one table."""
+    below: int
+    """Of those, blocks in the host tier."""
     shared: int
-    """Of those, full ones in several tables, FP8 blocks left out."""
+    """Of those, full ones of the device in several tables, FP8 blocks left out."""
     filling: int
     """Of those, written in part."""
     reserved: int
@@ -34,21 +36,22 @@ class TableUse:
     own: Mapping[int, int]
     """By table id: blocks that are in no other table."""
     places: int
-    """Places for a native block that hold those in tables: several FP8 blocks may be in one."""
+    """Places of the device that hold those in tables: several FP8 blocks may be in one."""
     split: int
     """Of those, places with FP8 blocks."""
     taken: Mapping[int, float]
-    """By table id: places that its blocks take, an FP8 block a part of one."""
+    """By table id: places of the device that its blocks take, an FP8 block a part of one."""
 
 
-def table_use(tables: Sequence[BlockTable], block_size: int, units: int = 1) -> TableUse:
+def table_use(tables: Sequence[BlockTable], block_size: int, places: Places | None = None) -> TableUse:
     """How tables of a pool with this block size use blocks.
 
-    `units` are those of a native block where some blocks may be FP8 blocks; with 1 none is, and nobody looks for any.
+    `places` are the device's where blocks may be FP8 blocks or in the host tier; without, nobody looks for any.
     """
     stored, times = dict[int, int](), dict[int, int]()
-    fp8 = fp8_places(tables, units) if units > 1 else {}
-    split = len(set(fp8.values()))
+    fp8, below = apart(tables, places) if places else ({}, set[int]())
+    split, less = len(set(fp8.values())), 1 - 1 / places.units if places else 0.0
+    special = below.union(fp8)
     for table in tables:
         for index, block_id in enumerate(table.block_ids):
             tokens = min(max(table.num_tokens - index * block_size, 0), block_size)
@@ -56,23 +59,25 @@ def table_use(tables: Sequence[BlockTable], block_size: int, units: int = 1) -> 
             times[block_id] = times.get(block_id, 0) + 1
     return TableUse(
         distinct=len(stored),
-        shared=sum(times[one] > 1 for one, tokens in stored.items() if tokens == block_size and one not in fp8),
+        below=len(below),
+        shared=sum(times[one] > 1 for one, tokens in stored.items() if tokens == block_size and one not in special),
         filling=sum(0 < tokens < block_size for tokens in stored.values()),
         reserved=sum(not tokens for tokens in stored.values()),
         tokens=sum(stored.values()),
         saved=sum(times.values()) - len(times),
         own={table.table_id: sum(times[one] == 1 for one in table.block_ids) for table in tables},
-        places=len(stored) - len(fp8) + split,
+        places=len(stored) - len(special) + split,
         split=split,
         taken={
-            table.table_id: len(table.block_ids) - sum(one in fp8 for one in table.block_ids) * (1 - 1 / units)
+            table.table_id: len(table.block_ids)
+            - sum(less if one in fp8 else one in below for one in table.block_ids if one in special)
             for table in tables
         },
     )
 
 
 def kinds_of_blocks(pool: Pool, use: TableUse) -> dict[str, int]:
-    """All places of a pool by the kinds of blocks that the block map draws. They add up to the whole pool.
+    """All places of a pool's device by the kinds of blocks that the block map draws. They add up to the whole pool.
 
     Reserved are those that tables or workers have and that are not written to yet.
     Quarantined blocks are the unsealed ones of lost workers' tables, which are still listed, unless none was ever lost.
@@ -144,8 +149,8 @@ class Timeline:
             before = None
         usage = seen.pool.usage
         self._history.append(usage.held_blocks / usage.total_blocks if usage.total_blocks else 0.0)
-        units = units_per_block(seen.pool) if usage.fp8_blocks else 1
-        use = table_use(seen.tables, seen.pool.block_size, units)
+        places = places_of(seen.pool) if usage.fp8_blocks or usage.host_blocks else None
+        use = table_use(seen.tables, seen.pool.block_size, places)
         names = seen.pool.counters.DESCRIPTOR.fields_by_name
         now = {name: getattr(seen.pool.counters, name) for name in names}
         if before is None:

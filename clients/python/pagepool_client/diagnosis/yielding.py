@@ -7,7 +7,7 @@ import math
 from pagepool_client.diagnosis.compressing import compress_under_pressure
 from pagepool_client.diagnosis.findings import Case, Finding, Remedy
 from pagepool_client.diagnosis.memory import GROWTH, HEADROOM
-from pagepool_client.diagnosis.sizing import more_blocks
+from pagepool_client.diagnosis.sizing import more_below, more_blocks
 from pagepool_client.diagnosis.words import count, span
 
 
@@ -40,6 +40,6 @@ def suspended_tables(case: Case) -> Finding | None:
     }
     fewer = "so that fewer run at once, and none of them has to yield"
     at_once = Remedy("inferd", "--max-num-seqs", f"{max(running, 1)}", fewer)
-    remedies = [*more_blocks(case.seen.pool, needed), at_once, *compress_under_pressure(case)]
+    remedies = [*more_blocks(case.seen.pool, needed), at_once, *compress_under_pressure(case), *more_below(case)]
     title = "Requests had to give up their blocks"
     return Finding("suspended_tables", case.severity, title, detail, figures, remedies)
