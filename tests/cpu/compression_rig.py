@@ -78,10 +78,17 @@ class Worker:
         return recode
 
 
-def make(num_blocks: int = 12, fp8: Fp8 | None = Fp8(kept_share=0), num_host: int = 0) -> tuple[Pool, int]:  # noqa: B008 (frozen)
-    """A pool with FP8 blocks and a host tier of so many, and a client's lease."""
-    host = HostMemory(num_host * GEOMETRY.layout(B).block_bytes) if num_host else None
-    pool = Pool(7, B, 1 << 30, num_blocks, tiers=Tiers(fp8, host))
+def make(
+    num_blocks: int = 12,
+    fp8: Fp8 | None = Fp8(kept_share=0),  # noqa: B008 (frozen)
+    num_host: int = 0,
+    *,
+    written: bool = False,
+) -> tuple[Pool, int]:
+    """A pool with FP8 blocks and a host tier of so many, perhaps `written` by workers, and a client's lease."""
+    size = num_host * GEOMETRY.layout(B).block_bytes
+    host = HostMemory(size, 0, 1 << 30) if written else HostMemory(size)
+    pool = Pool(7, B, 1 << 30, num_blocks, tiers=Tiers(fp8, host if num_host else None))
     pool.declare(GEOMETRY)
     return pool, pool.create_lease("me", 1000.0, 0.0).lease_id
 
