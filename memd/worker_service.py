@@ -101,7 +101,7 @@ class WorkerService:
             heartbeat_timeout=to_duration(timeout_s),
             block_size=self.pool.block_size,
             unit_bytes=self.pool.unit_bytes,
-            num_blocks=self.pool.num_blocks,
+            num_blocks=self.pool.tiering.most_blocks,
             slabs=self.terms.slabs,
             fp8=self.pool.memory.tiers.fp8 is not None,
         )

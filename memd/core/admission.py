@@ -65,17 +65,17 @@ class Admission:
             self._state.counters.prefix_pending_requests += 1
             available = len(plan.matched) + max(plan.spare, 0)
             return Refusal(request.ref, RefusalReason.PREFIX_PENDING, available, store.num_blocks)
-        if request.num_blocks > store.num_blocks:
+        if request.num_blocks > store.most_blocks:
             return self._refuse(request.ref, asker, request.num_blocks, plan.spare, plan)
         if not plan.fits:
             refusal = self._refuse(request.ref, asker, request.num_blocks, plan.spare, plan, headroom=headroom)
-            if plan.num_blocks <= store.num_blocks - refusal.pinned_blocks - refusal.held_blocks:
+            if plan.num_blocks <= refusal.total_blocks - refusal.pinned_blocks - refusal.held_blocks:
                 self._waiting.claim(asker, plan.needed + headroom, now + CLAIM_S, plan.matched)
             return refusal  # without a claim it waits for those who pin and hold, and nobody waits for it
         if suspended is not None:
             self._state.resume_table(lease, suspended, plan, now)
         table = suspended or self._state.create_table(lease, request, plan, now)
-        to_come = store.index.following(plan.matched, packed, request.salt, plan.fresh)
+        to_come = store.index.following(plan.matched, packed, request.salt, plan.below + plan.fresh)
         self._state.promises.make(table.table_id, to_come)
         source = store.entry(plan.source) if plan.run else None
         return Grant(request.ref, table.table_id, table.cached_tokens, store.run(table.frames), copy_source=source)
@@ -137,8 +137,9 @@ class Admission:
         store, matched = self._state.cut_store(), plan.matched if plan else ()
         pinned, available = store.num_pinned_beside(matched), len(matched) + max(spare, 0)
         self._state.counters.refused_requests += 1
-        if in_all > store.num_blocks:
-            return Refusal(ref, RefusalReason.REQUEST_TOO_LARGE, available, store.num_blocks, pinned)
+        total = store.most_blocks if in_all > store.num_blocks else store.num_blocks
+        if in_all > total:
+            return Refusal(ref, RefusalReason.REQUEST_TOO_LARGE, available, total, pinned)
         self._waiting.starve(asker, for_headroom=plan is not None and plan.fresh <= plan.spare + headroom)
-        held = self._apart.cornering(plan) if plan else 0
-        return Refusal(ref, RefusalReason.POOL_EXHAUSTED, available, store.num_blocks, pinned, held)
+        held = self._apart.cornering(plan) if plan and not plan.below else 0
+        return Refusal(ref, RefusalReason.POOL_EXHAUSTED, available, total, pinned, held)

@@ -31,14 +31,15 @@ class Room:
         """How many available frames these blocks are in: those that are cached on the device and not pinned."""
         held = self.blocks.holders
         if self.units or self.units.has_host:
-            return self._num_evictable_split(frames)
+            return self.num_evictable_of(frames, host=False)
         count = sum(not held[frame] for frame in frames) if (span := span_of(frames)) is None else held[span].count(())
         if self.cached.num_pinned:
             count -= sum(not held[frame] and self.cached.is_pinned(frame) for frame in frames)
         return count
 
-    def _num_evictable_split(self, places: Sequence[int]) -> int:
-        places = [place for place in places if not self.units.is_host(place)]
+    def num_evictable_of(self, places: Sequence[int], *, host: bool) -> int:
+        """How many frames of a tier these blocks are in that are cached and not pinned."""
+        places = [place for place in places if self.units.is_host(place) is host]
         whole = [place for place in places if not self.units.is_unit(place) and not self.blocks.holders[place]]
         retentions = map(self.cached.retention_of, (*whole, *self.units.idle_frames_of(places)))
         return sum(one is None or not one.pinned for one in retentions)

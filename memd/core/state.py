@@ -58,7 +58,8 @@ class Plan:
 
     `spare` is how many fresh blocks there could be: what is available, less what is withheld and the matched blocks
     that are cached; it may be negative. The first `run` tokens of the first fresh block, if any, are those of the
-    sealed one in frame `source`.
+    sealed one in frame `source`. Of a table that the device alone cannot hold, `below` blocks between those found and
+    the fresh ones are granted in the host tier, where there could be `spare_below`.
     """
 
     packed: bytes
@@ -68,11 +69,13 @@ class Plan:
     spare: int
     source: int = NOWHERE
     run: int = 0
+    below: int = 0
+    spare_below: int = 0
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the table, those found included."""
-        return len(self.matched) + self.fresh
+        return len(self.matched) + self.below + self.fresh
 
     @property
     def needed(self) -> int:
@@ -82,7 +85,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether it can be granted."""
-        return self.fresh <= self.spare or not self.needed
+        return self.below <= self.spare_below and (self.fresh <= self.spare or not self.needed)
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +119,11 @@ class PoolState:
         """Blocks of the native format in the whole pool; 0 until it is cut."""
         return self.store.num_blocks if self.store else 0
 
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of the native format that one table can have; 0 until the pool is cut."""
+        return self.store.most_blocks if self.store else 0
+
     def cut(self, geometry: Geometry, memory: PoolMemory) -> None:
         """Cut the pool for a geometry; INVALID_FIELD if it cannot be."""
         layout = geometry.layout(self.block_size)
@@ -148,6 +156,12 @@ class PoolState:
         idle = store.num_evictable(matched)
         spare = store.available - withheld - idle
         plan = Plan(packed, matched, idle, max(request.num_blocks - len(matched), 0), spare)
+        if request.num_blocks > store.num_blocks and plan.fresh:
+            # Half of what there is on the device is left to others, and to what the table grows by.
+            plan.fresh = min(max(plan.spare // 2, 1), plan.fresh)
+            plan.below = request.num_blocks - len(matched) - plan.fresh
+            plan.spare_below = store.spare_below(matched)
+            return plan
         if request.partial and not request.no_match and plan.fresh:
             source, run = store.index.partial(matched, packed, request.salt)
             # A source that is kept is no room for fresh blocks; where they need it, it is computed again.
@@ -183,6 +197,7 @@ class PoolState:
             store.hold([plan.source], (lease.lease_id,), now)
             lease.copy_sources[table.table_id] = plan.source
         table.frames.extend(plan.matched)
+        table.frames.extend(store.grant_host(holders, now) for _ in range(plan.below))
         table.frames.extend(store.grant(plan.fresh, holders, now))
         table.num_tokens = table.cached_tokens = len(plan.matched) * self.block_size + plan.run
         if plan.run:

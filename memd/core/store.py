@@ -55,6 +55,7 @@ class BlockStore:
         "hurried",
         "index",
         "max_hurried",
+        "num_writable_host",
         "sealed",
         "units",
     )
@@ -74,6 +75,7 @@ class BlockStore:
         entries = Entries(layout, self.units, extent)
         self.entry, self.entries, self.format_of = entries.entry, entries.entries, entries.format_of
         self.sealed: deque[int] | None = None
+        self.num_writable_host = extent.num_host if extent.host_slab == 0 else 0
         self.hurried: list[tuple[int, int]] = []
         self.max_hurried = min(MAX_HURRIED_BYTES // layout.block_bytes + 1, extent.num_host)
 
@@ -81,6 +83,16 @@ class BlockStore:
     def num_blocks(self) -> int:
         """Blocks that can be granted at most: one a frame, but for those that are kept back."""
         return self.allocator.num_frames - self.units.num_kept
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that one table can have: those of the host tier too, if workers can write there."""
+        return self.num_blocks + self.num_writable_host
+
+    def spare_below(self, places: Sequence[int]) -> int:
+        """Frames of the host tier that can be granted while these blocks, which may be cached there, are held."""
+        cached = self._room.num_evictable_of(places, host=True)
+        return self.host_allocator.num_free + self.cached.host.num_evictable - cached
 
     @property
     def available(self) -> int:

@@ -44,6 +44,11 @@ class Tiering:
         self._matched: deque[int] = deque()  # ids of blocks of the host tier
         state.host_matches = self._matched
 
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of the native format that one table can have, in both tiers; 0 until the pool is cut."""
+        return self._state.most_blocks
+
     def run(self, now: float) -> None:
         """Begin what there is to do."""
         store = self._state.store

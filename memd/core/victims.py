@@ -57,8 +57,11 @@ class Freed:
         """One more lets go."""
         holders, kept, found, left_of = self._store.blocks.holders, self._store.cached.kept, self._found, self._left
         self.looked += len(table.frames)
-        num_alone = 0
-        for frame in table.frames:  # there may be many thousands
+        num_alone, units = 0, self._store.units
+        frames: Iterable[int] = table.frames
+        if units.has_host:
+            frames = [frame for frame in frames if not units.is_host(frame)]
+        for frame in frames:  # there may be many thousands
             left = left_of.get(frame)
             if left is None:
                 if frame in found or (frame in kept and kept[frame].pinned):

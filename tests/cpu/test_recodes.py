@@ -261,7 +261,8 @@ class Hunt:
             self.random.randrange(3),
         )
         fp8 = Fp8(policy, idle_s=0.2, keep_recent=recent, watermark=0.5, step_bytes=2000, kept_share=kept)
-        self.pool, self.lease = make(self.random.choice([8, 20]), fp8, self.random.choice([0, 4, 12]))
+        host, slab = self.random.choice([0, 4, 12]), self.random.randrange(2)
+        self.pool, self.lease = make(self.random.choice([8, 20]), fp8, host, slab=slab)
         self.pool.remaps.ack_timeout_s = 1e6
         self.workers = [Worker(self.pool, name) for name in ("one", "two")]
         self.tables: dict[int, Worker] = {}
@@ -289,7 +290,7 @@ class Hunt:
             self.pool.check()
 
     def serve(self, worker: Worker) -> None:
-        prompt = tokens(self.random.randrange(1, 5 * B), self.random.randrange(3))
+        prompt = tokens(self.random.randrange(1, self.random.choice([5, 5, 14]) * B), self.random.randrange(3))
         exact = self.random.random() < 0.2
         request = TableRequest(prompt, -(-(len(prompt) + 1) // B), exact=exact, partial=True)
         for grant in worker.step(self.now, creates=[request]).grants:

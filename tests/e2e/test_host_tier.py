@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from pagepool.errors import Reason
 from pagepool.inferd.v1 import generation_service_pb2 as pb
 from pagepool.memd.v1 import types_pb2
+from pagepool.status import from_rpc_error
 from pagepool_client import PoolClient
 from tests.e2e.conftest import Memd
-from tests.e2e.workers import Worker, greedy, household, within
+from tests.e2e.workers import Worker, greedy, household, read, within
 
 B, BLOCKS = 16, 24
 
@@ -94,3 +98,57 @@ def test_a_killed_worker_and_a_stopped_one_cost_nothing(house: House, tiny_model
     assert usage.held_blocks == 0
     assert usage.free_blocks + usage.cached_blocks + usage.kept_blocks == usage.total_blocks
     assert usage.host_free_blocks + usage.host_cached_blocks == usage.host_blocks
+
+
+LONG = [3 + (7919 * (at + 1) ** 2) % 900 for at in range(150 * B)]
+
+
+@pytest.mark.parametrize("fp8", ["off", "pressure"])
+def test_a_context_larger_than_the_device_says_the_same(tiny_model: Path, fp8: str) -> None:
+    """A prompt of 150 blocks on a device of 48, beside short ones, and continued by 100 tokens."""
+    flags = ("--model", str(tiny_model), "--dtype", "float32", "--threads", "1", "--no-warmup")
+    asked = greedy(LONG, 100, ignore_eos=True, kv_precision=pb.KV_PRECISION_EXACT)
+    said = []
+    for blocks in ("400", "48"):
+        pool = ("--pool-bytes", "64MiB", "--block-size", str(B), "--max-num-blocks", blocks, "--host-tier", "64MiB")
+        with household(*pool, "--fp8", fp8) as (memd, launch):
+            worker = launch("one", *flags).ready()
+            with PoolClient(memd.target) as client, ThreadPoolExecutor(3) as clients:
+                short = [clients.submit(worker.generate, ask(seed, 30)) for seed in range(2)]
+                said.append(worker.generate(asked).token_ids)
+                assert all(len(one.result().token_ids) == 30 for one in short)
+                again = worker.generate(asked)
+                assert again.token_ids == said[0]
+                assert again.finished.usage.cached_tokens >= 149 * B
+                within(20, lambda: not client.pool().usage.quarantined_blocks)
+    assert said[0] == said[1]
+
+
+def test_what_both_tiers_cannot_hold_is_refused_at_once(tiny_model: Path) -> None:
+    flags = ("--model", str(tiny_model), "--dtype", "float32", "--threads", "1", "--no-warmup")
+    pool = ("--pool-bytes", "64MiB", "--block-size", str(B), "--max-num-blocks", "48", "--host-tier", "512KiB")
+    with household(*pool) as (memd, launch), PoolClient(memd.target) as client:
+        worker = launch("one", *flags).ready()
+        below = client.pool().usage.host_blocks
+        assert 0 < below < 100
+        with pytest.raises(grpc.RpcError) as caught:
+            worker.generate(greedy(LONG, 8))
+        error = from_rpc_error(caught.value)
+        assert error.reason is Reason.REQUEST_TOO_LARGE
+        assert error.metadata["total_blocks"] == str(48 + below)
+
+
+@pytest.mark.full
+def test_a_6k_prompt_on_a_2k_pool_says_the_same_as_on_a_large_one() -> None:
+    """The real model in float32; the text is that of the accuracy benchmark."""
+    text = (Path(__file__).parents[2] / "clients" / "bench" / "data" / "constitution.txt").read_text()
+    said = []
+    for blocks in ("512", "128"):
+        pool = ("--pool-bytes", "2GiB", "--block-size", str(B), "--max-num-blocks", blocks, "--host-tier", "2GiB")
+        with household(*pool) as (_, launch):
+            worker = launch("one", "--model", "smollm2", "--dtype", "float32").ready()
+            ids = list(worker.stub().Tokenize(pb.TokenizeRequest(text=text)).token_ids)[:6144]
+            answer = read(worker.stub().Generate(greedy(ids, 32, ignore_eos=True), timeout=900))
+            assert answer.finished.usage.prompt_tokens == 6144
+            said.append(answer.token_ids)
+    assert said[0] == said[1]
