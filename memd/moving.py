@@ -1,4 +1,4 @@
-"""Bytes on their way between the tiers: copied off the event loop, one move after the other."""
+"""Bytes on their way between the tiers: copied off the event loop, and made true one move after the other."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Mover:
         self._clock = clock
         self._tell = tell
         self._moving: set[asyncio.Task[None]] = set()
+        self._last: asyncio.Task[None] | None = None
         self._is_closed = False
 
     def begin(self) -> None:
@@ -36,7 +37,7 @@ class Mover:
         if self._is_closed:
             return
         for move, copies in self._pool.tiering.take_copies():
-            task = asyncio.get_running_loop().create_task(self._move(move, copies))
+            task = self._last = asyncio.get_running_loop().create_task(self._move(move, copies, self._last))
             self._moving.add(task)
             task.add_done_callback(self._moving.discard)
 
@@ -46,12 +47,15 @@ class Mover:
         if self._moving:
             await asyncio.wait(self._moving)
 
-    async def _move(self, move: Recode, copies: Sequence[BlockCopy]) -> None:
+    async def _move(self, move: Recode, copies: Sequence[BlockCopy], before: asyncio.Task[None] | None) -> None:
+        """One move; over when the one before it is."""
         failed = False
         try:
             await asyncio.to_thread(self._copier, copies, self._pool.unit_bytes)
         except InvariantError:
             _log.exception("blocks were not moved between the tiers, and stay where they are", blocks=len(copies))
             failed = True
+        if before is not None:
+            await asyncio.wait([before])
         self._pool.tiering.done(move, self._clock(), failed=failed)
         self._tell()

@@ -15,14 +15,15 @@ from collections.abc import Iterator
 from itertools import islice
 
 from memd.core.compression import Compression
+from memd.core.errors import InvariantError
 from memd.core.lease import Lease
 from memd.core.recodes import Recode
 from memd.core.state import PoolState
 from memd.core.store import BlockStore
 from memd.core.values import BlockCopy
 
-MAX_MOVED_BYTES = 32 << 20
-"""Bytes that are on their way at a time: what a demotion in vain costs at most."""
+MAX_MOVED_BYTES, MAX_MOVES = 64 << 20, 2
+"""Bytes of a move, and moves that are on their way at a time: while one is copied, the one before is made true."""
 
 FREE_SHARE, LEAST_FREE_SHARE = 0.1, 0.02
 """Of the device: blocks go down while less is free, and up while more is."""
@@ -57,12 +58,14 @@ class Tiering:
         if self._state.mover is None:
             lease = Lease(self._state.new_id(), "memd", float("inf"), float("inf"), MOVER_LOCK)
             self._state.leases[lease.lease_id] = self._state.mover = lease
-        if self._state.mover.recodes:
-            return
-        if places := self._promotable(store):
-            self._begin(store, self._state.mover, places, now, host=False)
-        elif places := self._demotable(store):
-            self._begin(store, self._state.mover, places, now, host=True)
+        mover = self._state.mover
+        while len(mover.recodes) < MAX_MOVES:
+            if places := self._promotable(store):
+                self._begin(store, mover, places, now, host=False)
+            elif places := self._demotable(store, mover):
+                self._begin(store, mover, places, now, host=True)
+            else:
+                break
 
     def take_hurried(self) -> list[BlockCopy]:
         """What is to be copied before anything else happens to the pool, and anybody hears of what was granted."""
@@ -84,10 +87,10 @@ class Tiering:
         ]
 
     def done(self, move: Recode, now: float, *, failed: bool = False) -> None:
-        """The bytes of a move are where they should be, or will never be."""
+        """The bytes of the oldest move are where they should be, or will never be."""
         store, mover = self._state.cut_store(), self._state.mover
-        assert mover is not None
-        mover.recodes.remove(move)
+        if mover is None or mover.recodes.popleft() is not move:
+            raise InvariantError(f"move {move.sequence} is over, but is not the oldest")
         for source, target in zip(move.sources, move.targets, strict=True):
             del self._state.recoding[source]
             fixed = self._compression.why_fixed(store, source, to_units=False)
@@ -124,9 +127,11 @@ class Tiering:
         assert layout is not None
         return max(MAX_MOVED_BYTES // layout.block_bytes, 1)
 
-    def _demotable(self, store: BlockStore) -> list[int]:
-        """Cached blocks of the device to be moved down."""
-        wanted = int(FREE_SHARE * store.num_blocks + 1) - store.allocator.num_free
+    def _demotable(self, store: BlockStore, mover: Lease) -> list[int]:
+        """Cached blocks of the device to be moved down, beside those that are on their way."""
+        going = {store.units.frame_at(one) for move in mover.recodes for one in move.sources}
+        under_way = sum(frame < store.first_host for frame in going)
+        wanted = int(FREE_SHARE * store.num_blocks + 1) - store.allocator.num_free - under_way
         room = store.host_allocator.num_free + store.cached.host.num_evictable
         places: list[int] = []
         for frame in islice(store.cached.evictable(), min(max(wanted, 0), room, MAX_LOOKED_AT, self._most())):

@@ -6,6 +6,8 @@ from math import ceil
 
 import pytest
 
+from memd.core import tiering
+from memd.core.errors import InvariantError
 from memd.core.extent import HostMemory, PoolMemory, Tiers
 from memd.core.fp8 import Fp8, Policy
 from memd.core.pool import Pool
@@ -167,3 +169,27 @@ def test_the_host_tier_begins_at_a_whole_unit(units: float, blocks: int) -> None
     host = HostMemory(5 * layout.block_bytes, 0, int(units * layout.unit_bytes))
     extent = PoolMemory(1 << 20, 4, Tiers(host=host)).extent(layout)
     assert (extent.num_blocks, extent.num_host, extent.host_unit) == (4, blocks, ceil(units))
+
+
+def test_two_moves_are_on_their_way_at_a_time_and_end_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiering, "MAX_MOVED_BYTES", 2 * GEOMETRY.layout(B).block_bytes)
+    pool, _, worker = rig(num_blocks=60, num_host=60)
+    grants = [worker.serve(tokens(9 * B - 1, seed)) for seed in range(6)]
+    worker.step(1.0, releases=[grant.table_id for grant in grants])
+    worker.step(1.1, creates=[TableRequest(tokens(9 * B, 99), 10)])
+    first, second = pool.tiering.take_copies()
+    assert [len(copies) for _, copies in (first, second)] == [2, 2]
+    assert pool.tiering.take_copies() == []
+    with pytest.raises(InvariantError, match="not the oldest"):
+        pool.tiering.done(second[0], 1.2)
+
+
+def test_as_much_goes_down_as_is_wanted_however_many_moves_that_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiering, "MAX_MOVED_BYTES", GEOMETRY.layout(B).block_bytes)
+    pool, _, worker = rig(num_blocks=40, num_host=40)
+    grants = [worker.serve(tokens(9 * B - 1, seed)) for seed in range(4)]
+    worker.step(1.0, releases=[grant.table_id for grant in grants])
+    worker.step(1.1, creates=[TableRequest(tokens(7 * B, 99), 8)])
+    assert pool.usage().free == 0
+    assert move_all(pool, 1.2) == 5
+    assert pool.usage().free == 5
