@@ -58,7 +58,13 @@ def test_what_no_longer_fits_goes_down_and_is_found_there(house: House) -> None:
     assert pool.counters.evicted_blocks == 0
     below = [block for block in client.blocks() if block.tier == types_pb2.TIER_HOST]
     assert below
-    assert pool.usage.host_blocks - pool.usage.host_free_blocks == pool.usage.host_cached_blocks > 0
+
+    def at_rest() -> bool:
+        """Nothing is on its way any more."""
+        now = client.pool().usage
+        return now.host_blocks - now.host_free_blocks == now.host_cached_blocks > 0
+
+    within(10, at_rest)
     again = [worker.generate(ask(seed)) for seed in range(8)]
     assert all(one.finished.usage.cached_tokens >= 10 * B for one in again), "nothing is computed again"
     assert client.pool().counters.host_hit_tokens > 20 * B
