@@ -64,9 +64,7 @@ class Tiering:
         store = self._state.store
         if store is None or not store.hurried:
             return []
-        copies = [BlockCopy(store.entry(source), store.entry(target)) for source, target in store.hurried]
-        store.hurried.clear()
-        return copies
+        return [BlockCopy(store.entry(source), store.entry(target)) for source, target in store.take_hurried()]
 
     def take_copies(self) -> list[tuple[Recode, list[BlockCopy]]]:
         """Moves whose bytes are to be copied, each once; say `done` when they are there."""

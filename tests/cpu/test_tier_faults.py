@@ -1,0 +1,64 @@
+"""Blocks between tiers and formats where several things happen to them at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, cast
+
+import pytest
+
+from memd.core.pool import Pool
+from memd.core.values import BlockCopy, TableRequest
+from memd.moving import Mover
+from memd.service import MemdLife, PoolService
+from memd.sessions import Locks, Sessions
+from pagepool.memd.v1 import pool_service_pb2 as pb
+from tests.cpu.compression_rig import B, Worker, make, move_all, tokens
+
+
+class Service:
+    """A PoolService over a pool, and every copy that it made, in order."""
+
+    def __init__(self, pool: Pool) -> None:
+        def fail(error: Exception) -> None:
+            raise error
+
+        self.copied: list[BlockCopy] = []
+        self.pool = pool
+        sessions = Sessions(pool, cast("Locks", None), lambda: 5.0, fail)
+        self.life = MemdLife(pool, lambda: 5.0, 0.0, sessions, self._copy)
+        sessions.on_news = Mover(pool, self._copy, lambda: 5.0, sessions.publish).begin
+        self.calls = PoolService(self.life, read_only=False)
+
+    def _copy(self, copies: Sequence[BlockCopy], _: int) -> None:
+        self.copied += copies
+
+    def run(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """The answer to a call."""
+        return asyncio.run(call)
+
+
+@pytest.mark.parametrize("how", ["copy", "truncate"])
+def test_what_is_evicted_for_a_clients_copy_is_copied_down_before_its_place_is_overwritten(how: str) -> None:
+    pool, lease = make(4, None, 4)
+    worker = Worker(pool, "one")
+    shared, old = tokens(B, 1), tokens(2 * B - 1, 2)
+    first = worker.serve(shared)
+    worker.step(releases=[first.table_id])
+    held = pool.create_table(lease, TableRequest([*shared, 1], 2), 2.0)
+    grant = worker.serve(old)
+    worker.step(releases=[grant.table_id])
+    pool.allocate_blocks(lease, 1, 2.0)
+    move_all(pool, 2.0, failed=True)
+    assert pool.usage().free == 0
+    service = Service(pool)
+    if how == "copy":
+        ids = [held.blocks.block_ids[0]]
+        service.run(service.calls.copy_blocks(pb.CopyBlocksRequest(epoch=7, lease_id=lease, block_ids=ids), None))
+    else:
+        request = pb.TruncateBlockTableRequest(epoch=7, lease_id=lease, table_id=held.table_id, num_tokens=3)
+        service.run(service.calls.truncate_block_table(request, None))
+    down, copied = service.copied[:2]
+    assert down.source == copied.target, "where the evicted block was"
+    pool.check()
