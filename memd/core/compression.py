@@ -80,7 +80,7 @@ class Compression:
         for place in dict.fromkeys(places):
             if store.units.is_unit(place) is to_units:
                 there.append(self._outcome(store, place))
-            elif (recode := self._state.recoding.get(place)) is not None:
+            elif (recode := self._state.recoding.get(place)) is not None and not self._is_tier_move(recode):
                 under_way[recode.lease_id, recode.sequence] = recode
             else:
                 sources.append(place)
@@ -89,6 +89,10 @@ class Compression:
                 raise reason
         jobs = list(under_way.values())
         return there, [*jobs, self._begin_one(store, sources, now, to_units=to_units)] if sources else jobs
+
+    def _is_tier_move(self, recode: Recode) -> bool:
+        """Whether memd itself moves the blocks: they keep their format, and nobody is told when it is over."""
+        return self._state.mover is not None and recode.lease_id == self._state.mover.lease_id
 
     def _begin_one(self, store: BlockStore, sources: Sequence[int], now: float, *, to_units: bool) -> Recode:
         lease = self.executor(store, sources)

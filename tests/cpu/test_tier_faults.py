@@ -8,13 +8,17 @@ from typing import Any, cast
 
 import pytest
 
+from memd.core.fp8 import Fp8, Policy
 from memd.core.pool import Pool
 from memd.core.values import BlockCopy, TableRequest
 from memd.moving import Mover
 from memd.service import MemdLife, PoolService
 from memd.sessions import Locks, Sessions
+from pagepool.errors import PagepoolError, Reason
 from pagepool.memd.v1 import pool_service_pb2 as pb
 from tests.cpu.compression_rig import B, Worker, make, move_all, tokens
+
+MANUAL = Fp8(Policy.MANUAL, kept_share=0)
 
 
 class Service:
@@ -61,4 +65,24 @@ def test_what_is_evicted_for_a_clients_copy_is_copied_down_before_its_place_is_o
         service.run(service.calls.truncate_block_table(request, None))
     down, copied = service.copied[:2]
     assert down.source == copied.target, "where the evicted block was"
+    pool.check()
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_a_block_on_its_way_between_the_tiers_is_not_compressed_and_nobody_waits_for_it(down: bool) -> None:
+    pool, lease = make(6, MANUAL, 6)
+    worker = Worker(pool, "one")
+    prompt = tokens(4 * B)
+    grant = worker.serve(prompt)
+    worker.step(1.0, releases=[grant.table_id])
+    (other,) = worker.step(1.5, creates=[TableRequest(tokens(2 * B, 3), 2)]).grants
+    if not down:
+        move_all(pool, 2.0)
+        worker.step(2.0, releases=[other.table_id])
+        worker.step(2.0, creates=[TableRequest([*prompt, 1], 5)])
+    ((move, _),) = pool.tiering.take_copies()
+    moving = [pool._state.store.blocks.ids[place] for place in move.sources]  # type: ignore[union-attr]
+    with pytest.raises(PagepoolError) as caught:
+        pool.compression.compress(lease, moving, 2.5)
+    assert caught.value.reason is Reason.BLOCK_MOVING
     pool.check()
