@@ -123,7 +123,10 @@ class Tiering:
         room = store.host_allocator.num_free + store.cached.host.num_evictable
         places: list[int] = []
         for frame in islice(store.cached.evictable(), min(max(wanted, 0), room, MAX_LOOKED_AT, self._most())):
-            places += store.units.blocks_in(frame) if frame in store.units else [frame]
+            there = store.units.blocks_in(frame) if frame in store.units else [frame]
+            if len(places) + len(there) > room:  # a block in a unit may take a frame, if only from what is in there
+                break
+            places += there
         return places
 
     def _promotable(self, store: BlockStore) -> list[int]:

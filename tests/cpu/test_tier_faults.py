@@ -16,7 +16,7 @@ from memd.service import MemdLife, PoolService
 from memd.sessions import Locks, Sessions
 from pagepool.errors import PagepoolError, Reason
 from pagepool.memd.v1 import pool_service_pb2 as pb
-from tests.cpu.compression_rig import B, Worker, make, move_all, tokens
+from tests.cpu.compression_rig import B, Worker, compress, make, move_all, tokens
 
 MANUAL = Fp8(Policy.MANUAL, kept_share=0)
 
@@ -85,4 +85,34 @@ def test_a_block_on_its_way_between_the_tiers_is_not_compressed_and_nobody_waits
     with pytest.raises(PagepoolError) as caught:
         pool.compression.compress(lease, moving, 2.5)
     assert caught.value.reason is Reason.BLOCK_MOVING
+    pool.check()
+
+
+def test_a_split_frame_that_goes_down_needs_more_than_one_of_the_host() -> None:
+    pool, lease = make(12, MANUAL, 2)
+    worker = Worker(pool, "one")
+
+    def cached(seed: int, *, fp8: bool, blocks: int = 1) -> None:
+        grant = worker.serve(tokens(blocks * B, seed))
+        worker.step(releases=[grant.table_id])
+        if fp8:
+            compress(pool, lease, grant.blocks.block_ids[:blocks], [worker])
+            pool.compression.take_finished()
+
+    cached(1, fp8=True)
+    filler = pool.allocate_blocks(lease, 11, 2.0)
+    pool.tick(3.0)
+    move_all(pool, 3.0)
+    pool.free_blocks(lease, filler.block_ids, 3.0)
+    cached(2, fp8=False)
+    filler = pool.allocate_blocks(lease, 11, 4.0)
+    pool.tick(4.0)
+    move_all(pool, 4.0)
+    assert pool.usage().host_free == 0
+    pool.free_blocks(lease, filler.block_ids, 4.0)
+    cached(3, fp8=True, blocks=2)
+    cached(4, fp8=False)
+    pool.allocate_blocks(lease, 10, 5.0)
+    pool.tick(6.0)
+    move_all(pool, 6.0)
     pool.check()
