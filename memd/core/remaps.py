@@ -140,6 +140,7 @@ class Remaps:
         for table, lease in zip(tables, leases, strict=True):
             store.hold([target], (table.table_id,), now)
             table.frames[index] = target
+            table.lossy |= blocks.lossy[source] > blocks.lossy[target]
             if lease.is_worker and not lease.is_fenced:
                 remap = Remap(lease.last_remap + 1, table.table_id, index, old_id, new_id, entry)
                 self._tell(lease, Unread(remap, source, old_id), now)

@@ -10,7 +10,7 @@ import pytest
 
 from memd.core.fp8 import Fp8, Policy
 from memd.core.pool import Pool
-from memd.core.values import BlockCopy, TableRequest
+from memd.core.values import BlockCopy, Commit, TableRequest
 from memd.moving import Mover
 from memd.service import MemdLife, PoolService
 from memd.sessions import Locks, Sessions
@@ -116,3 +116,21 @@ def test_a_split_frame_that_goes_down_needs_more_than_one_of_the_host() -> None:
     pool.tick(6.0)
     move_all(pool, 6.0)
     pool.check()
+
+
+def test_tokens_after_a_lossy_block_are_lossy_when_an_exact_one_has_replaced_it() -> None:
+    pool, lease = make(24)
+    one, two = Worker(pool, "one"), Worker(pool, "two")
+    prompt = tokens(3 * B)
+    first = one.serve(prompt[: B + 3])
+    compress(pool, lease, first.blocks.block_ids[:1], [one])
+    one.acknowledge()
+    one.step(commits=[Commit(first.table_id, prompt[B + 3 : B + 5])])  # these read the FP8 block
+    (exact,) = two.step(creates=[TableRequest(prompt[: B + 1], 2, exact=True)]).grants
+    assert exact.cached_tokens == 0
+    two.step(commits=[Commit(exact.table_id, prompt[: B + 1])])
+    moved = pool.table(first.table_id, 3.0).blocks.block_ids[0]
+    assert pool.block(moved, 3.0).exact, "the exact one of two equal blocks stays"
+    one.step(commits=[Commit(first.table_id, prompt[B + 5 : 2 * B])])
+    (third,) = two.step(creates=[TableRequest(prompt, 3, exact=True)]).grants
+    assert third.cached_tokens == B
