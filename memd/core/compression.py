@@ -172,9 +172,11 @@ class Compression:
     def listen(self, lease_id: int, now: float, *, takes_recodes: bool) -> None:
         """The worker of a live lease takes Recodes, or none, on a new stream.
 
-        It is told again what it has not answered, and has the full time for it.
+        It is told again what it has not answered, and has the full time for it. One that took none while it had some
+        to do is told none any more: what it may still write is never answered.
         """
         lease = self._state.leases[lease_id]
+        takes_recodes = takes_recodes and not any(one.is_over for one in lease.recodes)
         lease.takes_recodes, lease.last_recode_told = takes_recodes, 0
         if not takes_recodes:
             self._state.abandon_recodes(lease, f"worker {lease.holder!r} takes no Recodes any more", now)
@@ -190,7 +192,7 @@ class Compression:
         """What to tell the worker of a lease that is among those with news, in order; each once per stream."""
         self._executors_with_news.discard(lease_id)
         lease, store = self._state.leases.get(lease_id), self._state.store
-        if lease is None or store is None or lease.state is not LeaseState.LIVE:
+        if lease is None or store is None or not lease.takes_recodes or lease.state is not LeaseState.LIVE:
             return []
         entry, told = store.entry, lease.last_recode_told
         lease.last_recode_told = lease.last_recode

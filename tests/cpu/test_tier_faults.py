@@ -134,3 +134,19 @@ def test_tokens_after_a_lossy_block_are_lossy_when_an_exact_one_has_replaced_it(
     one.step(commits=[Commit(first.table_id, prompt[B + 5 : 2 * B])])
     (third,) = two.step(creates=[TableRequest(prompt, 3, exact=True)]).grants
     assert third.cached_tokens == B
+
+
+def test_a_worker_that_took_no_recodes_for_a_stream_is_told_none_that_are_over() -> None:
+    pool, lease = make()
+    worker = Worker(pool, "one")
+    ids = worker.serve(tokens(B)).blocks.block_ids[:1]
+    pool.compression.compress(lease, ids, 2.0)
+    for listens in (False, True):
+        worker.listens = listens
+        worker.reclaim(2.0)
+    assert worker.hear() == []
+    with pytest.raises(PagepoolError) as caught:
+        pool.compression.compress(lease, ids, 3.0)
+    assert caught.value.reason is Reason.NO_WORKER
+    pool.detach(worker.lease, 3.0)
+    pool.check()
