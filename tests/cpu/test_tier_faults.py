@@ -21,6 +21,10 @@ from tests.cpu.compression_rig import B, Worker, compress, make, move_all, token
 MANUAL = Fp8(Policy.MANUAL, kept_share=0)
 
 
+def on_host(pool: Pool, block_id: int) -> bool:
+    return pool.block(block_id, 9.0).host
+
+
 class Service:
     """A PoolService over a pool, and every copy that it made, in order."""
 
@@ -150,3 +154,30 @@ def test_a_worker_that_took_no_recodes_for_a_stream_is_told_none_that_are_over()
     assert caught.value.reason is Reason.NO_WORKER
     pool.detach(worker.lease, 3.0)
     pool.check()
+
+
+def below(prompt: list[int]) -> tuple[Pool, Worker, list[int]]:
+    """A pool with room on its device, whose host tier has the blocks of a prompt."""
+    pool, lease = make(8, None, 8)
+    worker = Worker(pool, "one")
+    grant = worker.serve(prompt)
+    worker.step(1.0, releases=[grant.table_id])
+    filling = list[int]()
+    for now in (2.0, 3.0):
+        filling += pool.allocate_blocks(lease, pool.usage().free, now).block_ids
+        pool.tick(now)
+        move_all(pool, now)
+    pool.free_blocks(lease, filling, 3.0)
+    return pool, worker, list(grant.blocks.block_ids[: len(prompt) // B])
+
+
+def test_a_block_that_was_computed_again_stays_on_the_device_and_its_twin_of_the_host_goes() -> None:
+    prompt = tokens(2 * B)
+    pool, worker, ids = below(prompt)
+    assert [on_host(pool, one) for one in ids] == [True, True]
+    again = worker.serve(prompt, now=4.0)
+    assert again.cached_tokens == B, "the last token is never found, so its block is computed"
+    blocks = pool.table(again.table_id, 4.0).blocks.block_ids
+    assert blocks[0] == ids[0]
+    assert not on_host(pool, blocks[1])
+    assert pool.usage().host_cached == 0
