@@ -58,6 +58,7 @@ class Compressor:
             return
         if store.sealed is None:
             store.sealed = self._waiting
+        store.blocks.thin(self._waiting)
         idle = self._compression.idle_executors() if self._waiting else []
         if not idle:
             return

@@ -52,6 +52,7 @@ class Tiering:
         if self._state.mover is None:
             lease = Lease(self._state.new_id(), "memd", float("inf"), float("inf"), MOVER_LOCK)
             self._state.leases[lease.lease_id] = self._state.mover = lease
+        store.blocks.thin(self._matched)
         if self._state.mover.recodes:
             return
         if places := self._promotable(store):
@@ -88,6 +89,8 @@ class Tiering:
                 self._compression.move(store, (source, target), now, lossy=bool(store.blocks.lossy[source]))
                 if store.units.is_host(target):
                     self._state.counters.demoted_blocks += 1
+                    if len(store.blocks.holders[target]) > 1:  # it was matched meanwhile, and so comes up again
+                        self._matched.append(store.blocks.ids[target])
                 else:
                     self._state.counters.promoted_blocks += 1
             store.release(target, mover.lease_id, now)

@@ -181,3 +181,37 @@ def test_a_block_that_was_computed_again_stays_on_the_device_and_its_twin_of_the
     assert blocks[0] == ids[0]
     assert not on_host(pool, blocks[1])
     assert pool.usage().host_cached == 0
+
+
+def test_a_block_that_was_matched_on_its_way_down_comes_up_again() -> None:
+    pool, _ = make(6, None, 6)
+    worker = Worker(pool, "one")
+    prompt = tokens(4 * B)
+    grant = worker.serve(prompt)
+    worker.step(1.0, releases=[grant.table_id])
+    (other,) = worker.step(1.5, creates=[TableRequest(tokens(2 * B, 3), 2)]).grants
+    ((move, _),) = pool.tiering.take_copies()
+    worker.step(2.0, creates=[TableRequest([*prompt, 1], 4)])
+    pool.tiering.done(move, 2.5)
+    ids = grant.blocks.block_ids[:4]
+    assert any(on_host(pool, one) for one in ids)
+    worker.step(3.0, releases=[other.table_id])
+    for now in (4.0, 5.0):
+        worker.acknowledge(now)
+        pool.tick(now)
+        move_all(pool, now)
+    assert not any(on_host(pool, one) for one in ids)
+
+
+def test_blocks_that_are_gone_do_not_pile_up_while_nothing_is_to_be_done() -> None:
+    pool, _ = make(64, Fp8(Policy.PRESSURE), 8)
+    worker = Worker(pool, "one")
+    pool.tick(0.5)
+    store, queues = pool._state.store, (pool.compressor._waiting, pool._state.host_matches)
+    assert store is not None
+    for queue in queues:
+        queue.extend(range(10**6, 10**6 + 1000))
+    worker.serve(tokens(B))
+    queues[1].extend([store.blocks.ids[0]] * 500)
+    pool.tick(1.0)
+    assert max(map(len, queues)) <= 1
