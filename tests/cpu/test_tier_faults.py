@@ -14,6 +14,7 @@ from memd.core.values import BlockCopy, Commit, TableRequest
 from memd.moving import Mover
 from memd.service import MemdLife, PoolService
 from memd.sessions import Locks, Sessions
+from pagekernels.layout import unpack_entry
 from pagepool.errors import PagepoolError, Reason
 from pagepool.memd.v1 import pool_service_pb2 as pb
 from tests.cpu.compression_rig import B, Worker, compress, make, move_all, tokens
@@ -156,18 +157,23 @@ def test_a_worker_that_took_no_recodes_for_a_stream_is_told_none_that_are_over()
     pool.check()
 
 
-def below(prompt: list[int]) -> tuple[Pool, Worker, list[int]]:
-    """A pool with room on its device, whose host tier has the blocks of a prompt."""
-    pool, lease = make(8, None, 8)
-    worker = Worker(pool, "one")
-    grant = worker.serve(prompt)
-    worker.step(1.0, releases=[grant.table_id])
+def fill(pool: Pool, lease: int) -> None:
+    """Make blocks go down for a client's, which go again."""
     filling = list[int]()
     for now in (2.0, 3.0):
         filling += pool.allocate_blocks(lease, pool.usage().free, now).block_ids
         pool.tick(now)
         move_all(pool, now)
     pool.free_blocks(lease, filling, 3.0)
+
+
+def below(prompt: list[int]) -> tuple[Pool, Worker, list[int]]:
+    """A pool with room on its device, whose host tier has the blocks of a prompt."""
+    pool, lease = make(8, None, 8)
+    worker = Worker(pool, "one")
+    grant = worker.serve(prompt)
+    worker.step(1.0, releases=[grant.table_id])
+    fill(pool, lease)
     return pool, worker, list(grant.blocks.block_ids[: len(prompt) // B])
 
 
@@ -215,3 +221,20 @@ def test_blocks_that_are_gone_do_not_pile_up_while_nothing_is_to_be_done() -> No
     queues[1].extend([store.blocks.ids[0]] * 500)
     pool.tick(1.0)
     assert max(map(len, queues)) <= 1
+
+
+@pytest.mark.parametrize("policy", [Policy.PRESSURE, Policy.ALWAYS, Policy.COLD])
+def test_no_policy_brings_blocks_of_the_host_up_to_compress_them(policy: Policy) -> None:
+    pool, lease = make(8, Fp8(policy, idle_s=0.0, keep_recent=0, watermark=0.01, kept_share=0), 8)
+    pool.tick(0.5)
+    worker = Worker(pool, "one", listens=False)
+    grant = worker.serve(tokens(4 * B))
+    worker.step(1.0, releases=[grant.table_id])
+    fill(pool, lease)
+    assert pool.usage().host_cached > 1
+    worker.listens = True
+    worker.reclaim(3.0)
+    for now in (4.0, 4.1):
+        pool.tick(now)
+    sources = [entry for news in worker.hear() for entry in news.sources]
+    assert not any(unpack_entry(entry)[1] for entry in sources)
