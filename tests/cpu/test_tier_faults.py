@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from memd.core.extent import HostMemory, Tiers
 from memd.core.fp8 import Fp8, Policy
 from memd.core.pool import Pool
 from memd.core.values import BlockCopy, Commit, TableRequest
@@ -17,7 +18,7 @@ from memd.sessions import Locks, Sessions
 from pagekernels.layout import unpack_entry
 from pagepool.errors import PagepoolError, Reason
 from pagepool.memd.v1 import pool_service_pb2 as pb
-from tests.cpu.compression_rig import B, Worker, compress, make, move_all, tokens
+from tests.cpu.compression_rig import GEOMETRY, B, Worker, compress, make, move_all, tokens
 
 MANUAL = Fp8(Policy.MANUAL, kept_share=0)
 
@@ -238,3 +239,11 @@ def test_no_policy_brings_blocks_of_the_host_up_to_compress_them(policy: Policy)
         pool.tick(now)
     sources = [entry for news in worker.hear() for entry in news.sources]
     assert not any(unpack_entry(entry)[1] for entry in sources)
+
+
+def test_a_host_tier_without_room_for_a_block_is_refused_by_name() -> None:
+    pool = Pool(7, B, 1 << 20, tiers=Tiers(host=HostMemory(GEOMETRY.layout(B).block_bytes - 1)))
+    with pytest.raises(PagepoolError, match="--host-tier is 511, but must be at least 512") as caught:
+        pool.declare(GEOMETRY)
+    assert caught.value.reason is Reason.INVALID_FIELD
+    assert pool.geometry is None
