@@ -27,6 +27,9 @@ MAX_MOVED_BYTES = 32 << 20
 FREE_SHARE, LEAST_FREE_SHARE = 0.1, 0.02
 """Of the device: blocks go down while less is free, and up while more is."""
 
+RETRY_S = 1.0
+"""How long nothing is moved after a copy that failed: the next would be of the same blocks, and fail as well."""
+
 MAX_LOOKED_AT = 512
 """Frames, or matched blocks, that are looked at in one go."""
 
@@ -41,6 +44,7 @@ class Tiering:
         self._state = state
         self._compression = compression
         self._uncopied: deque[Recode] = deque()
+        self._begins = 0.0  # nothing before that
         self._matched: deque[int] = deque()  # ids of blocks of the host tier
         state.host_matches = self._matched
 
@@ -53,7 +57,7 @@ class Tiering:
             lease = Lease(self._state.new_id(), "memd", float("inf"), float("inf"), MOVER_LOCK)
             self._state.leases[lease.lease_id] = self._state.mover = lease
         store.blocks.thin(self._matched)
-        if self._state.mover.recodes:
+        if self._state.mover.recodes or now < self._begins:
             return
         if places := self._promotable(store):
             self._begin(store, self._state.mover, places, now, host=False)
@@ -97,6 +101,7 @@ class Tiering:
             store.release(source, mover.lease_id, now)
         move.is_over = True
         self._state.version += 1
+        self._begins = now + RETRY_S if failed else 0.0
         self.run(now)
 
     def _begin(self, store: BlockStore, mover: Lease, places: list[int], now: float, *, host: bool) -> None:

@@ -247,3 +247,17 @@ def test_a_host_tier_without_room_for_a_block_is_refused_by_name() -> None:
         pool.declare(GEOMETRY)
     assert caught.value.reason is Reason.INVALID_FIELD
     assert pool.geometry is None
+
+
+def test_a_copy_that_failed_is_not_tried_again_at_once() -> None:
+    pool, lease = make(6, None, 6)
+    worker = Worker(pool, "one")
+    grant = worker.serve(tokens(4 * B))
+    worker.step(1.0, releases=[grant.table_id])
+    pool.allocate_blocks(lease, pool.usage().free, 1.0)
+    pool.tick(2.0)
+    assert move_all(pool, 2.0, failed=True) == 1
+    pool.tick(2.9)
+    assert move_all(pool, 2.9) == 0
+    pool.tick(3.0)
+    assert move_all(pool, 3.0) > 0
