@@ -89,7 +89,8 @@ class Tiering:
         for source, target in zip(move.sources, move.targets, strict=True):
             del self._state.recoding[source]
             fixed = self._compression.why_fixed(store, source, to_units=False)
-            if fixed is None and not failed:
+            pinned = store.units.is_host(target) and store.cached.is_pinned(source)
+            if fixed is None and not failed and not pinned:
                 self._compression.move(store, (source, target), now, lossy=bool(store.blocks.lossy[source]))
                 if store.units.is_host(target):
                     self._state.counters.demoted_blocks += 1

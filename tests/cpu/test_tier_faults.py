@@ -11,7 +11,7 @@ import pytest
 from memd.core.extent import HostMemory, Tiers
 from memd.core.fp8 import Fp8, Policy
 from memd.core.pool import Pool
-from memd.core.values import BlockCopy, Commit, TableRequest
+from memd.core.values import BlockCopy, Commit, PinRequest, TableRequest
 from memd.moving import Mover
 from memd.service import MemdLife, PoolService
 from memd.sessions import Locks, Sessions
@@ -261,3 +261,16 @@ def test_a_copy_that_failed_is_not_tried_again_at_once() -> None:
     assert move_all(pool, 2.9) == 0
     pool.tick(3.0)
     assert move_all(pool, 3.0) > 0
+
+
+def test_a_prefix_that_is_pinned_while_it_goes_down_stays_up() -> None:
+    pool, lease = make(6, None, 6)
+    worker = Worker(pool, "one")
+    prompt = tokens(3 * B)
+    grant = worker.serve(prompt)
+    worker.step(1.0, releases=[grant.table_id])
+    pool.allocate_blocks(lease, pool.usage().free, 1.0)
+    pool.tick(2.0)
+    pool.prefixes.pin(PinRequest(prompt, 100.0, pinned=True), 2.0)
+    move_all(pool, 2.0)
+    assert not any(on_host(pool, one) for one in grant.blocks.block_ids[:3])
