@@ -246,8 +246,24 @@ class ByteHunt:
         elif self.stopped:
             self.pool.process_gone(self.stopped.pop(0)[0].lease, self.now)
 
+    def end(self) -> None:
+        """All is let go."""
+        for worker, _ in self.stopped:
+            self.pool.process_gone(worker.lease, self.now)
+        for worker in self.workers:
+            self.pool.detach(worker.lease, self.now)
+        self.pool.release_lease(self.lease, self.now)
+        self.publish()
+        while self.moves:
+            self.moved(self.workers[0])
+            self.publish()
+        self.verify()
+
 
 @pytest.mark.parametrize("seed", range(60))
 def test_every_block_holds_its_own_kv_wherever_it_is(seed: int) -> None:
     hunt = ByteHunt(seed)
     hunt.run(120)
+    hunt.end()
+    usage = hunt.pool.usage()
+    assert (usage.held, usage.quarantined, usage.available + usage.kept) == (0, 0, usage.total)
