@@ -187,8 +187,9 @@ class Sessions:
     def _publish_recodes(self) -> None:
         compression = self._pool.compression
         for lease_id in compression.leases_with_news():
-            if (session := self._by_lease.get(lease_id)) is not None:  # else told when there is a stream again
-                for one in compression.take_news(lease_id):
+            news = compression.take_news(lease_id)  # who has no stream is told again on the next
+            if (session := self._by_lease.get(lease_id)) is not None:
+                for one in news:
                     session.tell(recode_message(one))
         for recode in compression.take_finished():
             if (future := self._unfinished.pop(recode, None)) is not None:

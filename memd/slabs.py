@@ -206,8 +206,9 @@ async def _host_slab(config: MemdConfig, stop: asyncio.Event) -> HostSlab | None
     while not stop.is_set():
         held = await asyncio.to_thread(sweep, config.slab_dir)
         size = (config.pool_bytes or default_pool_bytes(config.slab_dir)) + (config.host_tier or 0)
+        flags = "--pool-bytes plus --host-tier" if config.host_tier else "--pool-bytes"
         try:
-            return await asyncio.to_thread(HostSlab.create, config.slab_dir, size, lambda: not stop.is_set())
+            return await asyncio.to_thread(HostSlab.create, config.slab_dir, size, lambda: not stop.is_set(), flags)
         except PagepoolError as error:
             if not held or time.monotonic() > deadline:
                 raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat, starmap
 
@@ -174,6 +174,13 @@ class Blocks:
         ids = self.ids
         ids[one], ids[other] = ids[other], ids[one]
         self.frame_of[ids[one]], self.frame_of[ids[other]] = one, other
+
+    def thin(self, waiting: deque[int]) -> None:
+        """Drop the ids of blocks that are gone, and all but the first of each, where these are most of a long queue."""
+        if len(waiting) > 2 * len(self.ids):
+            there = list(dict.fromkeys(filter(self.frame_of.__contains__, waiting)))
+            waiting.clear()
+            waiting.extend(there)
 
     def references(self, frame: int) -> Mapping[int, int]:
         """How many references each holder of a block has; only to be read."""

@@ -80,7 +80,7 @@ class Compression:
         for place in dict.fromkeys(places):
             if store.units.is_unit(place) is to_units:
                 there.append(self._outcome(store, place))
-            elif (recode := self._state.recoding.get(place)) is not None:
+            elif (recode := self._state.recoding.get(place)) is not None and not self._is_tier_move(recode):
                 under_way[recode.lease_id, recode.sequence] = recode
             else:
                 sources.append(place)
@@ -89,6 +89,10 @@ class Compression:
                 raise reason
         jobs = list(under_way.values())
         return there, [*jobs, self._begin_one(store, sources, now, to_units=to_units)] if sources else jobs
+
+    def _is_tier_move(self, recode: Recode) -> bool:
+        """Whether memd itself moves the blocks: they keep their format, and nobody is told when it is over."""
+        return self._state.mover is not None and recode.lease_id == self._state.mover.lease_id
 
     def _begin_one(self, store: BlockStore, sources: Sequence[int], now: float, *, to_units: bool) -> Recode:
         lease = self.executor(store, sources)
@@ -168,9 +172,11 @@ class Compression:
     def listen(self, lease_id: int, now: float, *, takes_recodes: bool) -> None:
         """The worker of a live lease takes Recodes, or none, on a new stream.
 
-        It is told again what it has not answered, and has the full time for it.
+        It is told again what it has not answered, and has the full time for it. One that took none while it had some
+        to do is told none any more: what it may still write is never answered.
         """
         lease = self._state.leases[lease_id]
+        takes_recodes = takes_recodes and not any(one.is_over for one in lease.recodes)
         lease.takes_recodes, lease.last_recode_told = takes_recodes, 0
         if not takes_recodes:
             self._state.abandon_recodes(lease, f"worker {lease.holder!r} takes no Recodes any more", now)
@@ -186,7 +192,7 @@ class Compression:
         """What to tell the worker of a lease that is among those with news, in order; each once per stream."""
         self._executors_with_news.discard(lease_id)
         lease, store = self._state.leases.get(lease_id), self._state.store
-        if lease is None or store is None or lease.state is not LeaseState.LIVE:
+        if lease is None or store is None or not lease.takes_recodes or lease.state is not LeaseState.LIVE:
             return []
         entry, told = store.entry, lease.last_recode_told
         lease.last_recode_told = lease.last_recode

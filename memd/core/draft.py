@@ -157,8 +157,7 @@ class Draft:
         if table is None:
             origin = draft.origin
             table = Table(table_id, self._lease.lease_id, origin.salt, origin.priority, now, arrival=origin.arrival)
-            table.exact = origin.exact
-            table.yields = origin.yields
+            table.exact, table.lossy, table.yields = origin.exact, origin.lossy, origin.yields
             self._state.tables[table_id] = self._lease.tables[table_id] = table
         table.frames = draft.frames
         table.num_tokens, table.cached_tokens, table.touched = draft.num_tokens, draft.cached_tokens, now

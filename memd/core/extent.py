@@ -78,4 +78,8 @@ class PoolMemory:
         first = -(-host.offset_bytes // layout.unit_bytes)
         room = host.offset_bytes + host.size_bytes - first * layout.unit_bytes
         fitting = min(max(room, 0) // layout.block_bytes, (MAX_UNITS - first) // layout.units_per_block)
+        if fitting < 1:
+            least = layout.block_bytes + first * layout.unit_bytes - host.offset_bytes
+            limit = f"at least {least}, for one block of this geometry"
+            raise invalid_field("--host-tier", host.size_bytes, limit, "start memd with a larger one, or without")
         return Extent(num_blocks, fp8, fitting, host.slab, first)

@@ -21,7 +21,7 @@ from memd.core.table import Table
 from memd.core.waiting import Waiting
 
 MAX_LOOKED_AT = 512
-"""Blocks that are looked at in one go: some 100 us."""
+"""Blocks, and references to them, that are looked at in one go: a millisecond at most."""
 
 
 class Verdict(Enum):
@@ -58,6 +58,7 @@ class Compressor:
             return
         if store.sealed is None:
             store.sealed = self._waiting
+        store.blocks.thin(self._waiting)
         idle = self._compression.idle_executors() if self._waiting else []
         if not idle:
             return
@@ -70,12 +71,15 @@ class Compressor:
         assert layout is not None
         most = max(self._fp8.step_bytes // layout.block_bytes, 1)
         chosen: dict[Lease, list[int]] = {lease: [] for lease in idle}
-        room = self._room(store)
-        for _ in range(min(len(self._waiting), MAX_LOOKED_AT)):
+        room, looks = self._room(store), MAX_LOOKED_AT
+        for _ in range(len(self._waiting)):
             if room <= 0 or not need.cached + need.running or all(len(places) >= most for places in chosen.values()):
+                break
+            if looks <= 0:
                 break
             block_id = self._waiting.popleft()
             place = store.blocks.frame_of.get(block_id)
+            looks -= 1 if place is None else 1 + len(store.blocks.holders[place])
             if place is None or (verdict := self._look(store, place, need, now)) is Verdict.NEVER:
                 continue
             lease = self._compression.executor(store, [place]) if verdict is Verdict.NOW else None
@@ -113,11 +117,11 @@ class Compressor:
             return Verdict.NEVER
         if blocks.errors(place) != (0.0, 0.0):  # tried, and over the bound
             return Verdict.NEVER
-        if self._compression.why_fixed(store, place, to_units=True) is not None:
-            return Verdict.LATER
+        if store.units.is_host(place) or self._compression.why_fixed(store, place, to_units=True) is not None:
+            return Verdict.LATER  # in the host tier it takes nothing of the device, where it would have to come to
         holders = blocks.references(place)
         tables = [self._state.tables[holder] for holder in holders if holder in self._state.tables]
-        if tables and self._is_recent(tables, place):
+        if self._is_recent(tables, place):
             return Verdict.LATER
         if self._fp8.policy is Policy.COLD:
             idle = all(now - table.touched >= self._fp8.idle_s for table in tables)
@@ -125,10 +129,7 @@ class Compressor:
         return Verdict.NOW if (need.running if holders else need.cached) > 0 else Verdict.LATER
 
     def _is_recent(self, tables: Iterable[Table], place: int) -> bool:
-        """Whether it is among the newest full blocks of a table; a sealed block has the same index in all."""
-        size, index = self._state.block_size, -1
-        for table in tables:
-            index = index if index >= 0 else table.frames.index(place)
-            if index >= table.num_tokens // size - self._fp8.keep_recent:
-                return True
-        return False
+        """Whether it is among the newest full blocks of a table."""
+        size, recent = self._state.block_size, self._fp8.keep_recent
+        full = ((table.frames, table.num_tokens // size) for table in tables)
+        return any(place in frames[max(end - recent, 0) : end] for frames, end in full)

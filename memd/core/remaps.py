@@ -103,17 +103,18 @@ class Remaps:
     def merge(self, sealed: Iterable[tuple[int, int]], now: float) -> None:
         """Give up each of these just sealed (frame, index in its tables) for an equal block in the index.
 
-        Of two equal blocks the exact one stays, then the nearer one: so far all are on the device. Then the one in the
-        index stays, which others may be matching.
+        Of two equal blocks the exact one stays, then the one on the device. Then the one in the index stays, which
+        others may be matching.
         """
         store = self._state.cut_store()
-        blocks, frames = store.blocks, store.index.frames
+        blocks, frames, is_host = store.blocks, store.index.frames, store.units.is_host
         for frame, index in sealed:
             twin = frames.get(blocks.digests[frame], frame)
             # Operations of the same step may have released it, and what the index has then is itself or nothing.
             if twin == frame or blocks.prefixes[twin] != blocks.prefixes[frame]:
                 continue
-            stays, goes = (frame, twin) if blocks.lossy[twin] and not blocks.lossy[frame] else (twin, frame)
+            worse = (blocks.lossy[twin], is_host(twin)) > (blocks.lossy[frame], is_host(frame))
+            stays, goes = (frame, twin) if worse else (twin, frame)
             if goes in store.cached.kept:
                 continue
             if not blocks.holders[goes]:
@@ -140,6 +141,7 @@ class Remaps:
         for table, lease in zip(tables, leases, strict=True):
             store.hold([target], (table.table_id,), now)
             table.frames[index] = target
+            table.lossy |= blocks.lossy[source] > blocks.lossy[target]
             if lease.is_worker and not lease.is_fenced:
                 remap = Remap(lease.last_remap + 1, table.table_id, index, old_id, new_id, entry)
                 self._tell(lease, Unread(remap, source, old_id), now)

@@ -1,8 +1,9 @@
 """Sharing for clients, one unary command each: fork a table, truncate it, copy blocks.
 
 memd copies the bytes itself, since no client maps the pool: each command returns the copies that its caller has to
-carry out before anything else happens to the pool. What is copied from cannot be written meanwhile: it is sealed, or a
-client's; what is copied to belongs to the client alone.
+carry out, in order, before anything else happens to the pool. What is copied from cannot be written meanwhile: it is
+sealed, or a client's; what is copied to belongs to the client alone. First among them is what was evicted to the host
+tier to make room: it lies where the client's copies go.
 """
 
 from __future__ import annotations
@@ -113,5 +114,7 @@ class Sharing:
             raise errors.block_compressed(store.blocks.ids[place], num_tokens, self._state.block_size)
 
     def _copies(self, moves: Sequence[Move]) -> list[BlockCopy]:
-        entry = self._state.cut_store().entry
-        return [BlockCopy(entry(move.source), entry(move.target)) for move in moves if move.source != move.target]
+        store = self._state.cut_store()
+        entry, hurried = store.entry, store.take_hurried()
+        pairs = [*hurried, *((move.source, move.target) for move in moves)]
+        return [BlockCopy(entry(source), entry(target)) for source, target in pairs if source != target]

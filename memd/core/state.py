@@ -186,7 +186,7 @@ class PoolState:
         """Give a suspended table blocks again, as `create_table` would; no prompt, so it does not count as a query."""
         self._fill(lease, table, plan, now)
         lease.kept_bytes -= len(table.kept or b"")
-        table.kept, table.touched = None, now
+        table.kept, table.touched, table.lossy = None, now, False
 
     def _fill(self, lease: Lease, table: Table, plan: Plan, now: float) -> None:
         store, holders = self.cut_store(), (table.table_id,)

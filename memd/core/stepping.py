@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from memd.core import errors
 from memd.core.admission import Admission
-from memd.core.block import TOKEN_BYTES
+from memd.core.block import TOKEN_BYTES, Blocks
 from memd.core.compression import Compression
 from memd.core.draft import Draft
 from memd.core.lease import Lease
@@ -226,15 +226,22 @@ class Stepper:
         """(frame, index in the table) of the blocks that it has sealed and that the index has an equal one of."""
         store, size, frames = self._state.cut_store(), self._state.block_size, table.frames
         table.touched, twins = now, []
-        start = 0
+        start, lossy = 0, None  # seldom asked for
         while start < len(packed):
             index, filled = divmod(table.num_tokens, size)
             piece = packed[start : start + (size - filled) * TOKEN_BYTES]
             start += len(piece)
             table.num_tokens += len(piece) // TOKEN_BYTES
             if store.blocks.write(frames[index], piece, now):
-                lossy = store.blocks.num_lossy > 0 and any(map(store.blocks.lossy.__getitem__, frames[:index]))
+                if lossy is None:
+                    lossy = self._is_lossy(table, store.blocks, index)
                 if store.seal(frames[index], frames[index - 1] if index else None, table.salt, lossy=lossy):
                     twins.append((frames[index], index))
                 self._state.promises.sealed(table.table_id, store.blocks.digests[frames[index]])
+                lossy = lossy or bool(store.blocks.lossy[frames[index]])
         return twins
+
+    def _is_lossy(self, table: Table, blocks: Blocks, index: int) -> bool:
+        """Whether the block at an index of a table is computed from one that is not exact."""
+        before = table.frames[:index] if blocks.num_lossy else ()
+        return table.lossy or any(map(blocks.lossy.__getitem__, before))

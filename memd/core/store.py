@@ -107,6 +107,11 @@ class BlockStore:
         """How many cached frames other than those of these blocks cannot be emptied."""
         return self._room.num_pinned_beside(places)
 
+    def take_hurried(self) -> list[tuple[int, int]]:
+        """What is in `hurried`, once, in the order in which it is to be copied."""
+        hurried, self.hurried = self.hurried, []
+        return hurried
+
     def run(self, places: Sequence[int]) -> BlockRun:
         """The ids and packed entries of the blocks in these places."""
         ids, span = self.blocks.ids, span_of(places)

@@ -33,6 +33,7 @@ class Table:
     cached_tokens: int = 0
     arrival: float = 0.0  # of its request, on the host's monotonic clock
     exact: bool = False  # whether none of its blocks may be lossy
+    lossy: bool = False  # whether an exact block has replaced a lossy one, which what it writes now may have read
     kept: bytes | None = None
     yielding_since: float | None = None  # when it was named as a victim
     yields: int = 0  # how often it was and let go; of a fork, its origin's too

@@ -28,6 +28,9 @@ MAX_MOVED_BYTES, MAX_MOVES = 64 << 20, 2
 FREE_SHARE, LEAST_FREE_SHARE = 0.1, 0.02
 """Of the device: blocks go down while less is free, and up while more is."""
 
+RETRY_S = 1.0
+"""How long nothing is moved after a copy that failed: the next would be of the same blocks, and fail as well."""
+
 MAX_LOOKED_AT = 512
 """Frames, or matched blocks, that are looked at in one go."""
 
@@ -42,6 +45,7 @@ class Tiering:
         self._state = state
         self._compression = compression
         self._uncopied: deque[Recode] = deque()
+        self._begins = 0.0  # nothing before that
         self._matched: deque[int] = deque()  # ids of blocks of the host tier
         state.host_matches = self._matched
 
@@ -59,7 +63,8 @@ class Tiering:
             lease = Lease(self._state.new_id(), "memd", float("inf"), float("inf"), MOVER_LOCK)
             self._state.leases[lease.lease_id] = self._state.mover = lease
         mover = self._state.mover
-        while len(mover.recodes) < MAX_MOVES:
+        store.blocks.thin(self._matched)
+        while len(mover.recodes) < MAX_MOVES and now >= self._begins:
             if places := self._promotable(store):
                 self._begin(store, mover, places, now, host=False)
             elif places := self._demotable(store, mover):
@@ -72,9 +77,7 @@ class Tiering:
         store = self._state.store
         if store is None or not store.hurried:
             return []
-        copies = [BlockCopy(store.entry(source), store.entry(target)) for source, target in store.hurried]
-        store.hurried.clear()
-        return copies
+        return [BlockCopy(store.entry(source), store.entry(target)) for source, target in store.take_hurried()]
 
     def take_copies(self) -> list[tuple[Recode, list[BlockCopy]]]:
         """Moves whose bytes are to be copied, each once; say `done` when they are there."""
@@ -94,16 +97,20 @@ class Tiering:
         for source, target in zip(move.sources, move.targets, strict=True):
             del self._state.recoding[source]
             fixed = self._compression.why_fixed(store, source, to_units=False)
-            if fixed is None and not failed:
+            pinned = store.units.is_host(target) and store.cached.is_pinned(source)
+            if fixed is None and not failed and not pinned:
                 self._compression.move(store, (source, target), now, lossy=bool(store.blocks.lossy[source]))
                 if store.units.is_host(target):
                     self._state.counters.demoted_blocks += 1
+                    if len(store.blocks.holders[target]) > 1:  # it was matched meanwhile, and so comes up again
+                        self._matched.append(store.blocks.ids[target])
                 else:
                     self._state.counters.promoted_blocks += 1
             store.release(target, mover.lease_id, now)
             store.release(source, mover.lease_id, now)
         move.is_over = True
         self._state.version += 1
+        self._begins = now + RETRY_S if failed else 0.0
         self.run(now)
 
     def _begin(self, store: BlockStore, mover: Lease, places: list[int], now: float, *, host: bool) -> None:
@@ -135,7 +142,10 @@ class Tiering:
         room = store.host_allocator.num_free + store.cached.host.num_evictable
         places: list[int] = []
         for frame in islice(store.cached.evictable(), min(max(wanted, 0), room, MAX_LOOKED_AT, self._most())):
-            places += store.units.blocks_in(frame) if frame in store.units else [frame]
+            there = store.units.blocks_in(frame) if frame in store.units else [frame]
+            if len(places) + len(there) > room:  # a block in a unit may take a frame, if only from what is in there
+                break
+            places += there
         return places
 
     def _promotable(self, store: BlockStore) -> list[int]:

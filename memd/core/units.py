@@ -23,7 +23,18 @@ class SplitFrames:
     With one unit a frame, or without room for the columns of units, nothing is ever split.
     """
 
-    __slots__ = ("_blocks", "_first_host", "_idle", "_open", "first", "kept", "num_kept", "per_frame")
+    __slots__ = (
+        "_blocks",
+        "_first_host",
+        "_idle",
+        "_open",
+        "first",
+        "kept",
+        "num_blocks",
+        "num_kept",
+        "num_split",
+        "per_frame",
+    )
 
     def __init__(self, num_frames: int, per_frame: int, first_host: int) -> None:
         self.first, self.per_frame, self._first_host = num_frames, per_frame, first_host
@@ -33,6 +44,7 @@ class SplitFrames:
         self._open: tuple[list[dict[int, None]], ...] = tuple([{} for _ in range(per_frame)] for _ in range(2))
         self.kept: list[int] = []  # frames that are kept back
         self.num_kept = 0  # as many as there should be
+        self.num_split, self.num_blocks = 0, 0  # split frames of the device, and blocks in their units
 
     def __len__(self) -> int:
         """Split frames."""
@@ -78,16 +90,6 @@ class SplitFrames:
         """Units of split frames of a tier that have no block."""
         return sum(len(frames) * (self.per_frame - count) for count, frames in enumerate(self._open[host]) if count)
 
-    @property
-    def num_split(self) -> int:
-        """Split frames of the device."""
-        return sum(frame < self._first_host for frame in self._blocks)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in units of the device."""
-        return sum(len(places) for frame, places in self._blocks.items() if frame < self._first_host)
-
     def fullest(self, *, host: bool = False) -> int | None:
         """The split frame of a tier with the most blocks of those that have a unit left; None if there is none."""
         return next((next(iter(frames)) for frames in reversed(self._open[host][1:]) if frames), None)
@@ -125,10 +127,12 @@ class SplitFrames:
         if (frame := self.fullest(host=host)) is None:
             (frame,) = allocator.take(1) if allocator.num_free else [self.kept.pop()]
             self._blocks[frame], self._idle[frame] = [], 0
+            self.num_split += not host
         taken = self._blocks[frame]
         first = self.first + frame * self.per_frame
         place = next(place for place in range(first, first + self.per_frame) if place not in taken)
         taken.append(place)
+        self.num_blocks += not host
         self._recount(frame, len(taken) - 1)
         return place
 
@@ -139,9 +143,11 @@ class SplitFrames:
             raise InvariantError(f"unit {place - self.first} is given back, but has no block that nobody refers to")
         self._idle[frame] -= 1
         self._blocks[frame].remove(place)
+        self.num_blocks -= frame < self._first_host
         self._recount(frame, len(self._blocks[frame]) + 1)
         if not self._blocks[frame]:
             del self._blocks[frame], self._idle[frame]
+            self.num_split -= frame < self._first_host
             self.put_back(frame, allocator)
 
     def rest(self, place: int) -> bool:
@@ -173,6 +179,10 @@ class SplitFrames:
             if counted != self._idle[frame] or not 0 < len(places) <= self.per_frame:
                 found = f"blocks in {places}, {counted} idle, counted {self._idle[frame]}"
                 raise InvariantError(f"frame {frame} has {found}")
+        of_device = [len(places) for frame, places in self._blocks.items() if frame < self._first_host]
+        if (self.num_split, self.num_blocks) != (len(of_device), sum(of_device)):
+            found = f"{len(of_device)} with {sum(of_device)} blocks, counted {self.num_split} and {self.num_blocks}"
+            raise InvariantError(f"split frames of the device are {found}")
         for count, frames in (pair for tier in self._open for pair in enumerate(tier)):
             if any(len(self._blocks[frame]) != count for frame in frames):
                 raise InvariantError(f"frames {list(frames)} are thought to have {count} blocks")

@@ -100,8 +100,8 @@ def test_a_killed_worker_and_a_stopped_one_cost_nothing(house: House, tiny_model
     worker.kill()
     within(20, lambda: not client.pool().num_block_tables)
     within(20, lambda: not client.pool().usage.quarantined_blocks)
+    within(20, lambda: not client.pool().usage.held_blocks)  # by Recodes too, of a worker that is stopped
     usage = client.pool().usage
-    assert usage.held_blocks == 0
     assert usage.free_blocks + usage.cached_blocks + usage.kept_blocks == usage.total_blocks
     assert usage.host_free_blocks + usage.host_cached_blocks == usage.host_blocks
 
