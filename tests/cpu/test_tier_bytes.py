@@ -26,7 +26,9 @@ class ByteHunt:
         self.random, self.now, self.memory = Random(seed), 3.0, Memory()
         choice, kept = self.random.choice, self.random.choice([0.0, 0.1])
         fp8 = Fp8(choice(list(Policy)), 0.2, self.random.randrange(3), 0.5, 2000, kept)
-        self.pool, self.lease = make(choice([8, 14, 20]), choice([fp8, fp8, None]), choice([2, 4, 12, 12]))
+        self.pool, self.lease = make(
+            choice([8, 14, 20]), choice([fp8, fp8, None]), choice([2, 4, 12, 12]), slab=choice([0, 1])
+        )
         self.pool.remaps.ack_timeout_s = 1e6
         self.workers = [Computer(self.pool, name, self.memory) for name in ("one", "two")]
         self.moves: list[tuple[Recode, list[BlockCopy]]] = []
@@ -91,7 +93,8 @@ class ByteHunt:
             self.verify()
 
     def serve(self, worker: Computer) -> None:
-        prompt = tokens(self.random.randrange(1, 5 * B), self.random.randrange(3))
+        most = self.random.choice([5, 5, 5, 16])  # blocks: now and then more than the device has
+        prompt = tokens(self.random.randrange(1, most * B), self.random.randrange(3))
         some = {name: self.random.random() < share for name, share in (("exact", 0.3), ("partial", 0.7))}
         for grant in worker.step(self.now, creates=[TableRequest(prompt, -(-(len(prompt) + 1) // B), **some)]).grants:
             self.publish()
