@@ -116,7 +116,7 @@ class Memd:
         self._terms = WorkerTerms(config.heartbeat_timeout, slab_messages(slab))
         start, copier, device = time.time(), copier_of(slab), device_message(slab)
         self._life = MemdLife(self.pool, self._clock, start, self.sessions, copier, device)
-        self.mover = Mover(self.pool, copier, self._clock, self.sessions.publish)
+        self.mover = Mover(self.pool, copier, self._clock, self.sessions)
         self.sessions.on_news = self.mover.begin
 
     def services(self, listener: Listener) -> list[Service]:

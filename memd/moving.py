@@ -12,6 +12,7 @@ from memd.core.errors import InvariantError
 from memd.core.pool import Pool
 from memd.core.recodes import Recode
 from memd.core.values import BlockCopy
+from memd.sessions import Sessions
 
 _log = structlog.get_logger("memd.moving")
 
@@ -19,14 +20,15 @@ _log = structlog.get_logger("memd.moving")
 class Mover:
     """Carries out what the pool's tiering begins. Everything here but the copying runs on the event loop.
 
-    `tell` is called when something has moved. A copy that fails leaves the blocks where they were, and is logged.
+    `sessions` are told when something has moved, and at once of an error that memd cannot go on with. A copy that fails
+    leaves the blocks where they were, and is logged.
     """
 
-    def __init__(self, pool: Pool, copier: Copier, clock: Callable[[], float], tell: Callable[[], None]) -> None:
+    def __init__(self, pool: Pool, copier: Copier, clock: Callable[[], float], sessions: Sessions) -> None:
         self._pool = pool
         self._copier = copier
         self._clock = clock
-        self._tell = tell
+        self._sessions = sessions
         self._moving: set[asyncio.Task[None]] = set()
         self._last: asyncio.Task[None] | None = None
         self._is_closed = False
@@ -39,7 +41,7 @@ class Mover:
         for move, copies in self._pool.tiering.take_copies():
             task = self._last = asyncio.get_running_loop().create_task(self._move(move, copies, self._last))
             self._moving.add(task)
-            task.add_done_callback(self._moving.discard)
+            task.add_done_callback(self._ended)
 
     async def close(self) -> None:
         """Wait for what is being copied: the memory must not go away under it."""
@@ -58,4 +60,11 @@ class Mover:
         if before is not None:
             await asyncio.wait([before])
         self._pool.tiering.done(move, self._clock(), failed=failed)
-        self._tell()
+        self._sessions.publish()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody awaits a move: what it fails with is told here, or a pool that contradicts itself would go on."""
+        self._moving.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self._sessions.on_failure(error)
